@@ -83,15 +83,15 @@ class RankClocks:
         if (latencies := self._actor.readback.latencies) is not self._latencies:
             self._latencies = latencies
             self._to_server(latencies)
+            for follow in self.timeline.add_again():
+                self._send_follow(follow)
         self._complete()
 
     def receive_from_server(self, message: msg.ToRank) -> None:
         """Handle a message of the server, or forward it to the client."""
         if isinstance(message, msg.Follow):
-            self.timeline.add(message)
+            self._send_follow(self.timeline.add(message))
             self._log_if_requested(message)
-            program = msgspec.structs.replace(message.program, spans_s=())
-            self._to_client(msgspec.structs.replace(message, program=program))
         elif isinstance(message, msg.WatchDefaultClocks):
             self._actor.watch_default_clocks()
         elif isinstance(message, msg.SetProfiledLimit):
@@ -154,6 +154,11 @@ class RankClocks:
             "Usual causes are `nvidia-smi -rgc` or `-lgc` in a script of the site, `dcgmi config --enforce`, Slurm's "
             "`--gpu-freq`, and power managers."
         )
+
+    def _send_follow(self, follow: msg.Follow) -> None:
+        """Send the client what it needs of a program."""
+        program = msgspec.structs.replace(follow.program, spans_s=())
+        self._to_client(msgspec.structs.replace(follow, program=program))
 
     def _log_if_requested(self, follow: msg.Follow) -> None:
         if follow.logs_energy:

@@ -19,13 +19,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from perseus_ds.agent.actor import ClockStatus, Delays, GpuActor
 from perseus_ds.errors import GpuError
 from perseus_ds.protocol.job_messages import Follow, Follows, LatencyTable, Program
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S, NEXT_WITHIN_S, POSITIONS, REMEMBERED, RankMemory
 from perseus_ds.timebase import Timebase
 
-_MOST_AHEAD, _MOST_COMPILED = 8, 64
+_MOST_AHEAD = 8
+_MORE_COMPILED = 64
+"""Number of compiled programs that are kept in addition to those of the last messages."""
 # An iteration that begins within this time [s] after the previous one shares its last reading of the energy counter.
 _TOGETHER_S = 0.001
 _LATE_S = 1.5
@@ -202,18 +206,20 @@ class Timeline:
         self._on_record = on_record
         self._time = timebase
         self._follows = Follows()
-        self._latencies = actor.readback.latencies
-        self._compiled: dict[Program | int, CompiledProgram] = {}
+        # By the number of an order without a message, or by a program and the slots that the client marks for it.
+        self._compiled: dict[int | tuple[Program, tuple[int, ...]], CompiledProgram] = {}
         # The last iteration that the host has begun, and its order. By number, programs and serials of the iterations.
         self._issued = memory.iteration
         self._order = DEFAULT_CLOCKS
-        self._programs = [CompiledProgram(None, self._latencies)] * REMEMBERED
+        self._programs = [CompiledProgram(None, LatencyTable())] * REMEMBERED
         self._serials: dict[int, int] = {}
         # The iteration of the next mark, the index of that mark, the times of earlier marks, and the next step.
         self._iteration = memory.iteration + 1
         self._mark = self._step = 0
         self._marked_s = [0.0] * (2 * POSITIONS + 2)
         self._last_s = self._ended_s = -math.inf
+        # The last look that did not find the next mark, and the time for which the last mark may have been there.
+        self._looked_s, self._unsure_s = -math.inf, 0.0
         self._late_s = Delays()
         self._was_missed = False
         self._unmarked = memory.unmarked
@@ -226,9 +232,36 @@ class Timeline:
         self._begun_of, self._begun_s, self._begun_j = 0, math.nan, math.nan
         self._read_s, self._ended_j = -math.inf, math.nan
 
-    def add(self, follow: Follow) -> None:
-        """Accept a message with the program of the iterations of an order, from the next iteration on."""
+    def add(self, follow: Follow) -> Follow:
+        """Accept a message with the program of the iterations of an order, from the next iteration on.
+
+        Returns it with the slots that the client must mark.
+        """
+        compiled = CompiledProgram(follow.program, self._actor.readback.latencies)
+        follow = msgspec.structs.replace(follow, slots=tuple(slot for slot in compiled.slots if slot >= 0))
+        key = follow.program, follow.slots
+        if key in self._compiled:
+            compiled.gaps = self._compiled[key].gaps
+        self._compiled[key] = compiled
         self._follows.add(follow)
+        held = list(self._follows.held())
+        if len(self._compiled) > 2 * len(held) + _MORE_COMPILED:
+            keys = {(each.program, each.slots) for each in held}
+            self._compiled = {key: each for key, each in self._compiled.items() if key in keys}
+        return follow
+
+    def add_again(self) -> list[Follow]:
+        """Accept the last message of each order again with the current latencies, which may need other marks.
+
+        Returns them as :meth:`add` does. They apply from an iteration on that the client begins after it has received
+        them.
+        """
+        from_iteration = self._memory.iteration + 2
+        latest = {follow.program.number: follow for follow in self._follows.held() if follow.program.clocks_mhz}
+        return [
+            self.add(msgspec.structs.replace(follow, from_iteration=max(follow.from_iteration, from_iteration)))
+            for follow in latest.values()
+        ]
 
     def forget(self) -> None:
         """Return to default clocks from the next iteration on."""
@@ -260,10 +293,7 @@ class Timeline:
 
     def _note_issued(self, now_s: float) -> None:
         """Choose the programs of the iterations that the host has begun."""
-        memory, latencies = self._memory, self._actor.readback.latencies
-        if latencies is not self._latencies:
-            self._latencies = latencies
-            self._compiled.clear()
+        memory = self._memory
         if self._iteration <= self._issued and memory.program(self._issued) != self._order:
             self._choose(self._issued)
             if self._iteration == self._issued:
@@ -287,11 +317,9 @@ class Timeline:
         follow = self._follows.select(self._order, iteration)
         self._serials[iteration] = 0 if follow is None else follow.serial
         self._serials.pop(iteration - REMEMBERED, None)
-        key = self._order if follow is None else follow.program
-        if key not in self._compiled:
-            if len(self._compiled) >= _MOST_COMPILED:
-                self._compiled.clear()
-            self._compiled[key] = CompiledProgram(None if follow is None else follow.program, self._latencies)
+        key = self._order if follow is None else (follow.program, follow.slots)
+        if key not in self._compiled:  # the order has no program
+            self._compiled[key] = CompiledProgram(None, LatencyTable())
         self._programs[iteration % REMEMBERED] = self._compiled[key]
 
     def _begin(self, iteration: int) -> None:
@@ -309,7 +337,9 @@ class Timeline:
         slot = program.slots[mark]
         passed_s = self._passed_s(slot, now_s)
         if passed_s is None:
+            self._looked_s = now_s
             return False
+        self._unsure_s = now_s - max(self._last_s, self._looked_s) if passed_s == now_s else 0.0
         if passed_s >= self._last_s:  # it is a later mark, unless another program begins again
             program.gaps.add(mark, passed_s - self._last_s)
         self._marked_s[mark] = self._last_s = passed_s
@@ -401,7 +431,8 @@ class Timeline:
         since_s, expected_s = now_s - self._last_s, gaps.expected_s[self._mark]
         if math.isnan(expected_s):
             return max(_OFTEN_S, _SELDOM * since_s)
-        early_s = max(_OFTEN_S, min(gaps.varies_s[self._mark], _MOST_EARLY_S, _MOST_EARLY * expected_s))
+        varies_s = min(gaps.varies_s[self._mark], _MOST_EARLY * expected_s)
+        early_s = max(_OFTEN_S, min(max(varies_s, self._unsure_s), _MOST_EARLY_S))
         in_s = expected_s - since_s
         if in_s > early_s:
             return in_s - early_s

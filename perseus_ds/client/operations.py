@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.timers import Execution, GraphTimes
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation
-from perseus_ds.protocol.job_messages import Follow, Program, Times
+from perseus_ds.protocol.job_messages import Follow, Times
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 
 T = TypeVar("T")
+_Slots: TypeAlias = tuple[int | None, int | None]
+"""Slots of an instruction's start and end, each None if the agent does not await it."""
+_UNMARKED: _Slots = (None, None)
 NOTHING: AbstractContextManager[None] = nullcontext()
 """No-op context for operations that are not measured and change no clock."""
 
@@ -46,6 +49,22 @@ def times_of(follow: Follow, iteration: int) -> Times:
     return follow.otherwise if iteration % follow.every else follow.times
 
 
+def _instructions_of(stream: tuple[Operation, ...]) -> list[Instruction]:
+    return [operation.instruction for operation in stream if isinstance(operation, Compute)]
+
+
+def _slots_of(instructions: list[Instruction], awaited: Iterable[int]) -> dict[Instruction, _Slots]:
+    """Return the slots of the instructions with awaited marks."""
+    slots: dict[Instruction, _Slots] = {}
+    for slot in awaited:
+        position, is_end = divmod(slot, 2)
+        if position < len(instructions):
+            instruction = instructions[position]
+            start, end = slots.get(instruction, _UNMARKED)
+            slots[instruction] = (start, slot) if is_end else (slot, end)
+    return slots
+
+
 class OperationHooks:
     """One context manager for all operations, which do not overlap. Creating one for each is slower.
 
@@ -56,18 +75,18 @@ class OperationHooks:
         self._timers = timers
         self._clocks = clocks
         self._mark = clocks.mark
-        # Slots of instructions under the program, and those of the last iteration in the order of execution. Most
-        # iterations are alike, and comparing objects is faster than looking them up.
-        self._slots: dict[Instruction, int] = {}
-        self._ran: list[tuple[Instruction, int | None]] = []
+        # Awaited slots of instructions, and those of the last iteration in the order of execution. Most iterations are
+        # alike, and comparing objects is faster than looking them up.
+        self._slots: dict[Instruction, _Slots] = {}
+        self._ran: list[tuple[Instruction, _Slots | None]] = []
         self._next = 0
         self._stream: tuple[Operation, ...] = ()
-        self._followed: Program | None = None
+        self._followed: Follow | None = None
         # The last stream of which the places of operations were requested, and these places.
         self._placed: tuple[tuple[Operation, ...], dict[Operation, int]] = (), {}
-        # The current operation, if it is timed, and the slot of its start, if it is marked.
+        # The current operation, if it is timed, and the slots of its start and end, if they are marked.
         self._timed: Operation | None = None
-        self._slot: int | None = None
+        self._marked = _UNMARKED
         self._times_passes = self._times_all = True
 
     def start_iteration(self, follow: Follow, iteration: int, stream: tuple[Operation, ...]) -> None:
@@ -76,11 +95,10 @@ class OperationHooks:
         times = times_of(follow, iteration)
         self._times_passes = times != "none"
         self._times_all = times == "all"
-        if follow.program is not self._followed or stream is not self._stream:
-            instructions = (op.instruction for op in stream if isinstance(op, Compute))
-            self._slots = {each: 2 * n for n, each in enumerate(instructions)} if follow.program.clocks_mhz else {}
+        if follow is not self._followed or stream is not self._stream:
+            self._slots = _slots_of(_instructions_of(stream), follow.slots)
             self._ran = []
-            self._followed, self._stream = follow.program, stream
+            self._followed, self._stream = follow, stream
         self._timers.start_iteration()
         self._clocks.begin_iteration(follow.program.number, len(follow.program.clocks_mhz))
 
@@ -95,26 +113,28 @@ class OperationHooks:
         if type(operation) is not Compute:
             if not self._times_all:
                 return NOTHING
-            self._timed, self._slot = operation, None
+            self._timed, self._marked = operation, _UNMARKED
             return self
-        slot: int | None = None
+        slots: _Slots | None = None
         if self._slots:
             place, ran, instruction = self._next, self._ran, operation.instruction
             self._next = place + 1
             if place < len(ran) and ran[place][0] is instruction:
-                slot = ran[place][1]
+                slots = ran[place][1]
             else:
-                slot = self._slots.get(instruction)
-                ran[place:] = [(instruction, slot)]
-        if slot is None and not self._times_passes:
+                slots = self._slots.get(instruction)
+                ran[place:] = [(instruction, slots)]
+        if slots is None and not self._times_passes:
             return NOTHING
-        self._timed, self._slot = operation if self._times_passes else None, slot
+        self._timed, self._marked = operation if self._times_passes else None, slots or _UNMARKED
         return self
 
     def replay(self, captured: CapturedIteration, replay: Callable[[], T]) -> T:
         """Execute the passes of this iteration by replaying a graph."""
-        if list(self._slots) != captured.instructions[: len(self._slots)]:
-            self._clocks.change_order(DEFAULT_CLOCKS)  # the graph's marks are those of another order
+        if self._slots:
+            instructions = _instructions_of(self._stream)
+            if instructions != captured.instructions[: len(instructions)]:
+                self._clocks.change_order(DEFAULT_CLOCKS)  # the graph's marks are those of another order
         if captured.times.last is not None:
             captured.times.last.spans()  # this replay overwrites them
         replayed = replay()
@@ -124,8 +144,9 @@ class OperationHooks:
 
     def __enter__(self) -> None:
         """Begin to mark and time an operation."""
-        if self._slot is not None:
-            self._mark(self._slot)
+        slot = self._marked[0]
+        if slot is not None:
+            self._mark(slot)
         if self._timed is not None:
             self._timers.begin(self._timed)
 
@@ -135,8 +156,9 @@ class OperationHooks:
         """Finish marking and timing an operation."""
         if self._timed is not None:
             self._timers.end(self._timed)
-        if self._slot is not None:
-            self._mark(self._slot + 1)
+        slot = self._marked[1]
+        if slot is not None:
+            self._mark(slot)
 
 
 class CapturedIteration:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -110,6 +111,7 @@ class Follow(msgspec.Struct, tag=True, frozen=True):
     every: int = 1
     otherwise: Times = "none"  # measured in other iterations
     logs_energy: bool = False  # refreshes of the energy counter are reported
+    slots: tuple[int, ...] = ()  # of the marks that the agent awaits, which it adds for the client
 
 
 class Follows:
@@ -129,6 +131,10 @@ class Follows:
     def clear(self) -> None:
         """Forget all messages."""
         self._of_order.clear()
+
+    def held(self) -> Iterator[Follow]:
+        """Return the messages that may apply to later iterations, oldest first for each order."""
+        return chain.from_iterable(self._of_order.values())
 
     def latest(self, number: int) -> Follow | None:
         """Return the last message about an order, if any."""

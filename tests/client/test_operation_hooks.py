@@ -16,8 +16,10 @@ ONE_CLOCK = Program(3, 1200)
 DEFAULT = Program(DEFAULT_CLOCKS)
 
 
-def follow(program, **times):
-    return Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run", **times)
+def follow(program, *, awaited=None, **times):
+    """Return a message to which the agent has added the slots that it awaits, all of a plan by default."""
+    slots = tuple(range(2 * len(program.clocks_mhz))) if awaited is None else awaited
+    return Follow(program, serial=1, from_iteration=0, shown_from=0, phase="run", slots=slots, **times)
 
 
 class Calls:
@@ -97,6 +99,26 @@ def test_an_iteration_in_another_order_marks_each_instruction_at_its_own_positio
         for position in order:
             surround(hooks, Compute(INSTRUCTIONS[position]))
         assert calls.made == [slot for position in order for slot in (2 * position, 2 * position + 1)]
+
+
+@pytest.mark.parametrize("times", ["none", "passes"])
+@pytest.mark.parametrize("awaited", [(), (1,), (2, 7), (0, 1, 9), tuple(range(10))])
+def test_only_what_the_agent_awaits_is_marked(hooks, calls, awaited, times):
+    for _ in range(2):  # the second iteration remembers the first one
+        hooks.start_iteration(follow(PLAN, awaited=awaited, times=times), 1, STREAM)
+        calls.made.clear()
+        for instruction in INSTRUCTIONS:
+            surround(hooks, Compute(instruction))
+        assert tuple(made for made in calls.made if isinstance(made, int)) == awaited
+
+
+def test_the_agent_may_await_other_marks_of_the_same_program_later(hooks, calls):
+    for awaited in ((1,), (2, 3), ()):
+        hooks.start_iteration(follow(PLAN, awaited=awaited), 1, STREAM)
+        calls.made.clear()
+        for instruction in INSTRUCTIONS:
+            surround(hooks, Compute(instruction))
+        assert tuple(calls.made) == awaited
 
 
 def test_more_is_measured_at_the_interval_that_the_server_sets(hooks, calls):
