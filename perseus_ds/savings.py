@@ -27,8 +27,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.iteration_sums import Sums
-from perseus_ds.artifacts.run_records import IterationRecord, TrialState
+from perseus_ds.artifacts.run_records import IterationRecord, Sums, TrialState
 
 STALL = 1.5
 """An iteration that takes more than this many times the usual time contains a stall."""

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import stat
 import typing
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from perseus_ds.artifacts.io import open_bounded, parse_json
-from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.profile import GpuSettings
 from perseus_ds.artifacts.validation import (
     MOST_RECORD_BYTES,
@@ -94,6 +95,13 @@ VERDICTS: Mapping[str, str] = {
 """Verdicts of a trial, with the word that describes a saving of such plans."""
 
 
+class OfRanks(NamedTuple):
+    """How a figure of a record is made from a figure of the ranks' reports, of which unknown ones do not count."""
+
+    figure: str
+    combined: Literal["sum", "highest"]
+
+
 class IterationRecord(RunRecord):
     """One iteration of the whole job."""
 
@@ -155,8 +163,10 @@ class IterationRecord(RunRecord):
         description="Deviation of instruction times from the profile beyond their own variation, as a "
         "fraction, when last computed.",
     )
-    clock_changes: int = Field(0, description="Clock changes of all GPUs.")
-    clock_skips: int = Field(0, description="Clock changes that were omitted because a later one was due.")
+    clock_changes: Annotated[int, OfRanks("changes", "sum")] = Field(0, description="Clock changes of all GPUs.")
+    clock_skips: Annotated[int, OfRanks("skips", "sum")] = Field(
+        0, description="Clock changes that were omitted because a later one was due."
+    )
     failed_ranks: tuple[int, ...] = Field((), description="The first 16 ranks that have fallen back to default clocks.")
     more_failed_ranks: int = Field(0, description="Number of further ones.")
     clocks_asked_mhz: tuple[int | None, ...] | None = Field(
@@ -168,7 +178,7 @@ class IterationRecord(RunRecord):
     clocks_reached_mhz: tuple[int | None, ...] | None = Field(
         None, description="By rank, the clock that was read [MHz]."
     )
-    highest_temperature_c: float | None = Field(
+    highest_temperature_c: Annotated[float | None, OfRanks("temperature_c", "highest")] = Field(
         None, description="Temperature of the hottest GPU [°C], read every second; null if no GPU reports one."
     )
 
@@ -201,6 +211,85 @@ class IterationRecord(RunRecord):
 
 def _less(value: float | None, default: float | None) -> float | None:
     return None if value is None or not default else 1 - value / default
+
+
+@dataclass
+class Sums:
+    """Sums over iterations. ``savings.py`` defines which of them are compared with default clocks."""
+
+    iterations: Annotated[int, Field(description="Number of iterations.")] = 0
+    time_s: Annotated[float, Field(description="Their time [s].")] = 0.0
+    energy_j: Annotated[float, Field(description="Their energy [J], as far as it is known.")] = 0.0
+    without_energy: Annotated[int, Field(description="Number of iterations with an energy that could not be read.")] = 0
+    clock_changes: Annotated[int, Field(description="Clock changes of all GPUs.")] = 0
+    clock_skips: Annotated[int, Field(description="Clock changes that were omitted.")] = 0
+    stalls: Annotated[int, Field(description="Number of iterations that contain a stall.")] = 0
+    compared: Annotated[int, Field(description="Number of iterations that are compared with default clocks.")] = 0
+    compared_s: Annotated[float, Field(description="Their time [s].")] = 0.0
+    known: Annotated[int, Field(description="Number of compared iterations with a known energy.")] = 0
+    compared_j: Annotated[float, Field(description="Energy of these [J].")] = 0.0
+    default_s: Annotated[float, Field(description="Time that default clocks take for the compared ones [s].")] = 0.0
+    default_j: Annotated[float, Field(description="Energy that they take for those of known energy [J].")] = 0.0
+    tokens: Annotated[int, Field(description="Number of tokens in those of these with a known number of tokens.")] = 0
+    tokens_s: Annotated[float, Field(description="Time of the iterations with these tokens [s].")] = 0.0
+    tokens_j: Annotated[float, Field(description="Their energy [J].")] = 0.0
+    tokens_default_s: Annotated[float, Field(description="Time that default clocks take for them [s].")] = 0.0
+    tokens_default_j: Annotated[float, Field(description="Energy that default clocks take for them [J].")] = 0.0
+
+    def add(self, other: Sums) -> None:
+        """Add the sums over other iterations."""
+        own = vars(self)
+        for name, value in vars(other).items():
+            own[name] += value
+
+    def with_default_clocks_times(self, time_factor: float, energy_factor: float) -> Sums:
+        """Return the sums with what default clocks take multiplied by factors."""
+        return replace(
+            self,
+            default_s=self.default_s * time_factor,
+            default_j=self.default_j * energy_factor,
+            tokens_default_s=self.tokens_default_s * time_factor,
+            tokens_default_j=self.tokens_default_j * energy_factor,
+        )
+
+    def mean(self) -> MeanIteration:
+        """Return the mean of the compared iterations, of which there must be some."""
+        known = self.known or math.nan
+        return MeanIteration(
+            self.compared_s / self.compared,
+            self.compared_j / known,
+            self.default_s / self.compared,
+            self.default_j / known,
+        )
+
+    @property
+    def saved_j(self) -> float:
+        """Energy saved compared with default clocks [J]."""
+        return self.default_j - self.compared_j
+
+    @property
+    def gained_s(self) -> float:
+        """Time saved compared with default clocks [s], negative if the iterations took longer."""
+        return self.default_s - self.compared_s
+
+    @property
+    def saved(self) -> float | None:
+        """Energy saved, as a fraction of the energy at default clocks. None if it is unknown."""
+        return self.saved_j / self.default_j if self.default_j else None
+
+    @property
+    def slowdown(self) -> float | None:
+        """Increase of the time, as a fraction of the time at default clocks. None if it is unknown."""
+        return -self.gained_s / self.default_s if self.default_s else None
+
+
+class MeanIteration(NamedTuple):
+    """Mean time [s] and energy [J] of compared iterations, and what default clocks take. Unknown energies are NaN."""
+
+    time_s: float
+    energy_j: float
+    default_s: float
+    default_j: float
 
 
 class PowerSums(BaseModel):

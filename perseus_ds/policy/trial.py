@@ -34,9 +34,8 @@ from pydantic import Field, PrivateAttr
 from scipy.special import stdtrit
 
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.profile import Floats
-from perseus_ds.artifacts.run_records import TrialState
+from perseus_ds.artifacts.run_records import Sums, TrialState
 from perseus_ds.savings import STALL, DefaultClocks, Size
 
 TOLERANCE = 0.01

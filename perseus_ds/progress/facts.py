@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,6 +22,7 @@ from perseus_ds.artifacts.run_records import (
     TokenSummary,
 )
 from perseus_ds.progress.sums import JobSums
+from perseus_ds.units import number
 
 _LONG_S = 60.0
 _LONG_ITERATIONS = 10
@@ -114,6 +116,7 @@ class JobFacts(_Facts):
     highest_temperature_c: float | None = Field(
         description="Temperature of the hottest GPU in the last iteration [°C]; none if no GPU reports one."
     )
+    recent_highest_temperature_c: float | None = Field(description="The same in the last iterations [°C].")
     straggler: int | None = Field(description="Pipeline for which the others wait.")
     straggler_slowdown: float = Field(description="Time of the slowest pipeline relative to the others.")
     drift: float | None = Field(description="Deviation of instructions from the profile.")
@@ -144,6 +147,9 @@ def facts_of(job: JobSums, name: str, now: float) -> JobFacts:
     start, chosen = present.latest(Started()), present.latest(PlanChosen())
     limits, last, power = present.latest(LimitsChanged()), present.last, present.power.figures
     is_running = last is not None and not present.has_ended
+    temperatures_c = [
+        record.highest_temperature_c for record in present.recent if record.highest_temperature_c is not None
+    ]
     return JobFacts(
         name=name,
         simulated=present.is_simulated,
@@ -189,6 +195,7 @@ def facts_of(job: JobSums, name: str, now: float) -> JobFacts:
         clocks_asked_mhz=present.clocks_asked_mhz,
         clocks_reached_mhz=present.clocks_reached_mhz,
         highest_temperature_c=last.highest_temperature_c if last else None,
+        recent_highest_temperature_c=max(temperatures_c, default=None),
         straggler=chosen.straggler,
         straggler_slowdown=chosen.slowdown,
         drift=last.drift if last else None,
@@ -198,6 +205,27 @@ def facts_of(job: JobSums, name: str, now: float) -> JobFacts:
         recent_powers_w=tuple(record.power_w for record in present.recent),
         events=tuple(Happened(time=event.time, text=event.in_words()) for event in present.events),
     )
+
+
+class FigureInWords(NamedTuple):
+    """A figure in words, as a row of ``watch`` and as a tile of the report."""
+
+    label: str
+    text: str
+    title: str
+    value: str
+    note: str
+
+
+def figures_in_words(facts: JobFacts) -> Iterator[FigureInWords]:
+    """Yield the figures, if they are known, that are a row of ``watch`` (in ASCII) and a tile of the report."""
+    if (tokens := facts.tokens) is not None:
+        value, words = f"{number(tokens.energy_j)} J", tokens.in_words()
+        yield FigureInWords("tokens", words, "Energy of a token", value, words)
+    if (now_c := facts.highest_temperature_c) is not None and facts.recent_highest_temperature_c is not None:
+        value = f"{facts.recent_highest_temperature_c:.0f} °C"
+        note = f"highest temperature in the last {len(facts.recent_times_s)} iterations"
+        yield FigureInWords("hottest", f"{now_c:.0f} C", "Hottest GPU", value, note)
 
 
 def _plan(job: JobSums, chosen: PlanChosen) -> PlanFacts | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.run_records import (
     ClockNotReached,
     Event,
@@ -13,6 +12,7 @@ from perseus_ds.artifacts.run_records import (
     PlanJudged,
     Started,
     SummedIterations,
+    Sums,
 )
 from perseus_ds.progress.series import EveryNth, PowerExtremes, PowerFigures, SeriesPart, SeriesParts
 

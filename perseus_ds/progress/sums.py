@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.run_records import (
     Event,
     IterationRecord,
@@ -26,6 +25,7 @@ from perseus_ds.artifacts.run_records import (
     SavingSummary,
     Started,
     SummedIterations,
+    Sums,
     TokenSummary,
     TrialState,
     is_training,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from perseus_ds.artifacts.io import open_without_links
-from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.run_records import (
     Event,
     IterationRecord,
@@ -24,6 +23,7 @@ from perseus_ds.artifacts.run_records import (
     Record,
     Started,
     SummedIterations,
+    Sums,
     TrialState,
     from_line,
     is_training,

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
-from perseus_ds.artifacts.iteration_sums import Sums
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.run_records import SavingSummary, of_order
-from perseus_ds.progress.facts import facts_of
+from perseus_ds.artifacts.run_records import SavingSummary, Sums, of_order
+from perseus_ds.progress.facts import facts_of, figures_in_words
 from perseus_ds.progress.series import SeriesPart
 from perseus_ds.progress.sums import Conditions, JobSums
 from perseus_ds.report.inputs import Inputs, RecordedRun, label
@@ -428,7 +427,8 @@ def _tiles(found: Inputs, main: ReportedRun | None, factors: Factors) -> Iterato
     if main is not None:
         yield from _total(main.run, found, factors)
         yield from _power(main.run.job)
-        yield from _temperature(main.run.job)
+        for figure in figures_in_words(facts_of(main.run.job, main.name, now=0.0)):
+            yield Tile(figure.title, figure.value, figure.note)
 
 
 def _saved(job: JobSums, saving: SavingSummary, gpus: int | None, factors: Factors) -> Iterator[Tile]:
@@ -485,13 +485,6 @@ def _power(job: JobSums) -> Iterator[Tile]:
         )  # fmt: skip
 
 
-def _temperature(job: JobSums) -> Iterator[Tile]:
-    recent = job.present.recent
-    known_c = [record.highest_temperature_c for record in recent if record.highest_temperature_c is not None]
-    if known_c:
-        yield Tile("Hottest GPU", f"{max(known_c):.0f} °C", f"highest temperature in the last {len(recent)} iterations")
-
-
 def _total(run: RecordedRun, found: Inputs, factors: Factors) -> Iterator[Tile]:
     total, gpus, samples = run.job.total(), found.gpus(run), found.samples(run)
     parts = [f"{total.iterations} iterations in {duration(total.time_s)}"]
@@ -504,8 +497,6 @@ def _total(run: RecordedRun, found: Inputs, factors: Factors) -> Iterator[Tile]:
     parts.append(f"{factors.carbon(total.energy_j)} CO₂e")
     parts.append(factors.price(total.energy_j))
     yield Tile("The whole run", factors.with_pue(total.energy_j), ", ".join(parts))
-    if (tokens := run.job.tokens) is not None:
-        yield Tile("Energy of a token", f"{number(tokens.energy_j)} J", tokens.in_words())
     if samples is not None:
         length = factors.tokens_per_sample
         each = whole(samples.each) if samples.each.is_integer() else f"on average {number(samples.each)}"

@@ -33,7 +33,7 @@ from perseus_ds.artifacts.run_records import (
 )
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.errors import ConfigError
-from perseus_ds.progress.facts import JobFacts, facts_of
+from perseus_ds.progress.facts import JobFacts, facts_of, figures_in_words
 from perseus_ds.progress.present import PHASES
 from perseus_ds.progress.sums import JobsOfFile
 from perseus_ds.server.control_socket import ADDRESS_FILE
@@ -202,8 +202,9 @@ def _rows_of_energy(facts: JobFacts) -> Iterator[_Row]:
         yield "profiling", against_default_clocks(facts.profiling_s, facts.profiling_j), ""
     if facts.whole is not None:
         yield "in all", _saving(facts.whole), _colour_of_saving(facts.whole)
-    yield "tokens", facts.tokens.in_words() if facts.tokens is not None else "", ""
     yield "pipelines", _pipelines(facts), ""
+    for figure in figures_in_words(facts):
+        yield figure.label, figure.text, ""
 
 
 def _rows_of_gpus(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:
@@ -231,8 +232,6 @@ def _rows_of_gpus(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:
     if powers_w := facts.powers_w:
         range_ = f"{watts(min(powers_w))} to {watts(max(powers_w))}"
         yield "GPUs", drawn(powers_w, _few([watts(power_w) for power_w in powers_w], range_), (0.0,)), ""
-    if facts.highest_temperature_c is not None:
-        yield "hottest", f"{facts.highest_temperature_c:.0f} C", ""
     yield "limited", limits_in_words(facts.limits, facts.more_limits), "yellow"
     late = f"pipeline {facts.straggler} takes {number(facts.straggler_slowdown, 3)} times as long as the others"
     yield "straggler", *((late, "yellow") if facts.straggler is not None else ("none", ""))

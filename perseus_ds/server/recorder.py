@@ -26,6 +26,7 @@ from perseus_ds.artifacts.run_records import (
     Failed,
     IterationRecord,
     LimitsChanged,
+    OfRanks,
     Record,
     RecordFollower,
     Started,
@@ -252,13 +253,11 @@ class Recorder:
             tokens=_tokens(reports),
             trial=None if plans is None else trial,
             drift=None if self._drift is None else _rounded(self._drift),
-            clock_changes=int(reports.changes.sum()),
-            clock_skips=int(reports.skips.sum()),
-            highest_temperature_c=_highest(reports.temperature_c),
             failed_ranks=tuple(failed[:MOST_FAILED_RANKS]),
             more_failed_ranks=max(0, len(failed) - MOST_FAILED_RANKS),
             next_phase=following and following.phase,
             next_in_s=None if following is None or following.in_s is None else round(following.in_s, 3),
+            **_combined(reports),
             **self._by_rank(reports),
         )
 
@@ -324,10 +323,26 @@ def _tokens(reports: RankReports) -> int | None:
     return int(by_pipeline.sum()) if by_pipeline.min() > 0 else None
 
 
-def _highest(of_ranks: npt.NDArray[np.float64]) -> float | None:
-    """Return the highest figure of the ranks that know it. None if none does."""
-    known = of_ranks[~np.isnan(of_ranks)]
-    return float(known.max()) if len(known) else None
+def _combined_figures() -> Iterator[tuple[str, OfRanks]]:
+    """Yield the fields of records that are made from a figure of all ranks."""
+    for name, field in IterationRecord.model_fields.items():
+        for how in field.metadata:
+            if isinstance(how, OfRanks):
+                yield name, how
+
+
+_COMBINED = tuple(_combined_figures())
+
+
+def _combined(reports: RankReports) -> dict[str, float]:
+    """Return the fields that are made from a figure of all ranks. Those that no rank knows are left out."""
+    found = {}
+    for name, (figure, how) in _COMBINED:
+        of_ranks = getattr(reports, figure)
+        known = of_ranks[~np.isnan(of_ranks)]
+        if len(known):
+            found[name] = _rounded(known.sum() if how == "sum" else known.max())
+    return found
 
 
 def _promise(forecast: Forecast | None, default: Default | None) -> dict[str, float]:
