@@ -259,6 +259,7 @@ class ReportFacts:
     Attributes:
         main: The main run: the last one with a saving, or otherwise with iterations.
         in_use: The plan in use, or the fastest one.
+        last_plan: The most frugal plan. 0 without a frontier.
         others: Other plans. Empty without a frontier.
         slower: What a little more time would save, in words.
     """
@@ -269,6 +270,7 @@ class ReportFacts:
     main: ReportedRun | None
     tiles: tuple[Tile, ...]
     in_use: int
+    last_plan: int
     others: tuple[OtherPlan, ...]
     others_of: str
     slower: str
@@ -291,6 +293,7 @@ def facts(found: Inputs, factors: Factors) -> ReportFacts:
         main=main,
         tiles=tuple(_tiles(found, main, factors)),
         in_use=in_use,
+        last_plan=0 if frontier is None else len(frontier.plans) - 1,
         others=() if frontier is None else tuple(_other_plans(frontier, found.plan_used, planned, factors)),
         others_of="" if planned is None else f"energy of {number(planned.iterations, 1)} iterations",
         slower="" if frontier is None else _slower(frontier, in_use),

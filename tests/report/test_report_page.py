@@ -67,6 +67,9 @@ def test_the_page_is_complete_in_itself_and_says_what_is_simulated(folder, job, 
     assert len(data["plans"]) == len(data["pipeline"]["plans"]) == len(job.frontier.plans)
     assert data["in_use"] == 2
     assert [measured["plan"] for measured in data["measured"]] == [2, None]
+    found = read(folder)
+    of_one_pipeline_j = job.frontier.plans[2].energy_j / found.gpus_per_rank(found.runs[0])
+    assert [measured["energy_j"] for measured in data["measured"]] == [pytest.approx(of_one_pipeline_j), None]
     assert set(data["figures"]) == {"frontier", "history", "profile-time", "profile-energy", "profile-power"}
     names = [trace.get("name") for trace in data["figures"]["frontier"]["data"]]
     assert "measured: plan 2 (3 iterations)" in names

@@ -102,8 +102,9 @@ def measured(job: Job, plan, iteration: int, number: int | None) -> MeasuredIter
         start_s = waits.get((bar.rank, bar.work), bar.start_s) if isinstance(bar.work, Transfer) else bar.start_s
         clock = None if number is None else bar.clock_mhz
         ranks[bar.rank].append(MeasuredOperation.of(bar.work, start_s + LATE_S, bar.end_s + LATE_S, clock))
+    phase = "warm-up" if number is None else "run"
     return MeasuredIteration(
-        iteration=iteration, phase="warm-up" if number is None else "run", plan=number, ranks=ranks
+        iteration=iteration, phase=phase, plan=number, ranks=ranks, energy_j=None if number is None else plan.energy_j
     )
 
 
