@@ -140,8 +140,8 @@ def ramp(*sizes: int) -> Trouble:
 
 
 def random_batches(least: int, most: int) -> Trouble:
-    """Draw the number of micro-batches of each iteration."""
-    return lambda moment: {"micro_batches": moment.random.randint(least, most)}
+    """Draw the number of micro-batches of each iteration but the first, whose schedule the engine declares."""
+    return lambda moment: {"micro_batches": moment.random.randint(least, most)} if moment.number else None
 
 
 def lengths(*factors: float) -> Trouble:
@@ -151,7 +151,7 @@ def lengths(*factors: float) -> Trouble:
 
 def restarts(every: int) -> Trouble:
     """End the job and start it again, again and again."""
-    return lambda moment: moment.job.restart() and None if moment.is_every(every) else None
+    return lambda moment: moment.job.restart_first() if moment.is_every(every) else None
 
 
 def servers_killed(every: int) -> Trouble:

@@ -262,6 +262,7 @@ class FleetJob(VirtualJob):  # type: ignore[misc]
         self.under_plan: list[bool] = []
         self.idle_s = 0.0
         self._stall_s = 0.0
+        self._restarts = False
         self.begun_s = BEGIN_S
         super().__init__(
             folder,
@@ -284,6 +285,9 @@ class FleetJob(VirtualJob):  # type: ignore[misc]
         micro_batches = state.micro_batches or machine.micro_batches
         if micro_batches != self.schedule.micro_batches:
             self.schedule = machine.schedule(micro_batches)
+        if self._restarts:
+            self.restart()
+            self._restarts = False
         stages = len(machine.forwards_s)
         for rank, gpu in enumerate(self.gpus):
             own = state.slow[rank] if state.slow else 1.0
@@ -305,6 +309,10 @@ class FleetJob(VirtualJob):  # type: ignore[misc]
         has_changed = any(gpu.lowest_mhz < gpu.model.top_clock_mhz for gpu in self.gpus)
         has_fallen_back = any(self.has_fallen_back(rank) for rank in range(len(self.gpus)))
         self.under_plan.append(self.taken[-1][0] == "run" and has_changed and not has_fallen_back)
+
+    def restart_first(self) -> None:
+        """End the job and start it again before the next iteration, whose schedule the engine then declares."""
+        self._restarts = True
 
     def pause(self, seconds: float) -> None:
         """Write a checkpoint, during which all GPUs wait."""

@@ -490,7 +490,8 @@ class Started(Event):
     job: str | None = Field(None, description="A fingerprint of model, schedule, parallelism, GPU and versions.")
     goal: dict[str, Any] | None = Field(None, description="Keys of the goal that differ from the defaults.")
     engines: list[str] | None = Field(None, description="Models of the process's engines, first the one that trains.")
-    micro_batches: int | None = Field(None, description="Number of micro-batches.")
+    order: int = Field(0, description="The order that was declared at this start.")
+    micro_batches: int | None = Field(None, description="Its number of micro-batches.")
     ranks: int | None = Field(None, description="Number of ranks.")
     pipelines: int | None = Field(None, description="Number of data-parallel pipelines.")
     settings: GpuSettings | None = Field(None, description="Settings of rank 0's GPU, as in `profile.json`.")
@@ -505,7 +506,6 @@ class ProfileWritten(Event):
 
     event: Literal["profile"] = "profile"
     path: str | None = Field(None, description="Its path.")
-    order: int = Field(0, description="Order of the iterations.")
     resumed_clocks: int = Field(0, description="Number of clocks that an earlier start had measured.")
     iterations: int | None = Field(None, description="Number of profiled iterations.")
     lost_s: float | None = Field(

@@ -85,6 +85,7 @@ class PerseusRuntime:
         timers: Timers of operations on the device.
         simulated: Work of the simulated GPU. None on a real one.
         schedule: Operations of this rank in its first iteration, as a schedule of one rank.
+        first_order: Number of the order of that iteration.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class PerseusRuntime:
         timers: Execution,
         schedule: Schedule,
         *,
+        first_order: int = 0,
         simulated: Work | None = None,
         is_rank_0: bool = True,
         monitor: Monitor | None = None,
@@ -112,6 +114,7 @@ class PerseusRuntime:
         self._closed = self._in_iteration = self._has_summary = False
         self._follows = Follows()
         self.schedule = schedule
+        self.first_order = first_order
         self._streams: dict[int, tuple[Operation, ...]] = {}
         # Numbers of orders by their keys. The number of the first order is known without the server.
         self._numbers: dict[int, int] = {}
@@ -145,12 +148,13 @@ class PerseusRuntime:
         opened, rank = Opened(), dist.get_rank()
         try:
             answer = meet(config, facts, read, check, opened)
-            clocks = opened.clocks
+            clocks, welcome = opened.clocks, decode_welcome(answer.answer)
             assert clocks is not None
             runtime = cls(
                 clocks,
                 opened.timers,
                 opened.schedule,
+                first_order=welcome.first_order,
                 simulated=opened.simulated,
                 is_rank_0=rank == 0,
                 monitor=facts.monitor,
@@ -158,7 +162,6 @@ class PerseusRuntime:
             )
             address = places.from_this_node(answer.address)
             clocks.follow(Connect(rank, address, answer.server_key, answer.public_key, answer.secret_key))
-            welcome = decode_welcome(answer.answer)
             if welcome.measures_power:
                 place, ranks = facts.pipeline.index(rank), len(facts.pipeline)
                 assert opened.gpu is not None, "it was opened"
@@ -167,7 +170,7 @@ class PerseusRuntime:
             elif welcome.measures_counter:
                 with suppress(GpuError):
                     clocks.send(measure_counter(clocks))
-            runtime._await(lambda: runtime._follows.latest(0) is not None)
+            runtime._await(lambda: runtime._follows.latest(runtime.first_order) is not None)
         except BaseException:
             opened.close()
             raise
@@ -239,7 +242,7 @@ class PerseusRuntime:
         self._key = key_of(order)
         if not self._streams:
             self._streams[self._key] = self.schedule.ranks[0]
-            self._numbers.setdefault(self._key, 0)
+            self._numbers.setdefault(self._key, self.first_order)
         if self._key in self._unread and read is not None:
             self._send_schedule(read)
         iteration = self.clocks.memory.iteration + 1
@@ -372,7 +375,7 @@ class PerseusRuntime:
             match message:
                 case Follow():
                     self._follows.add(message)
-                    if message.program.number == 0:
+                    if message.program.number == self.first_order:
                         self._shown.append((message.shown_from, message.phase in _PROFILED))
                 case msg.OrderNumbers():
                     self._numbers = dict(message.numbers)
@@ -389,7 +392,7 @@ class PerseusRuntime:
                 case msg.Summarised():
                     self._has_summary = True
         if self.clocks.memory.iteration == 0:
-            self.follow = self._follows.latest(0) or UNPLANNED
+            self.follow = self._follows.latest(self.first_order) or UNPLANNED
         while len(self._shown) > 1 and self._shown[1][0] <= self.clocks.memory.iteration:
             del self._shown[0]
 

@@ -113,13 +113,13 @@ class JobSums:
     def _add_event(self, event: Event) -> None:
         if isinstance(event, Started):
             self.since_start = Sums()
-            self._micro_batches[0] = event.micro_batches
+            self._micro_batches[event.order] = event.micro_batches
             if event.frontier != self._named_frontier:
                 self._named_frontier = event.frontier
                 self._frontier += 1
         elif isinstance(event, OrderPlanned) and not event.given_up:
             self._micro_batches[event.order] = event.micro_batches
-        elif isinstance(event, ProfileWritten) and not event.order:
+        elif isinstance(event, ProfileWritten):
             self._frontier += 1
         elif isinstance(event, PlanJudged) and event.saving is not None:
             saving = event.saving

@@ -77,10 +77,11 @@ class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements that all ranks have to make before training."""
+    """What all ranks have to know and to measure before training."""
 
     measures_power: bool = False  # their energy counters and their blocking power
     measures_counter: bool = False  # only the refresh periods of their energy counters
+    first_order: int = 0  # number of the order that they have declared
 
 
 # From the server to a rank.

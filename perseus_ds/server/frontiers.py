@@ -15,6 +15,7 @@ from perseus_ds.artifacts.layout import Layout
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_records import Failed, OrderPlanned
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError, PlanError, ProfileError
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.planning import PlanningSettings
@@ -131,19 +132,27 @@ def _cache_of(job: Job) -> Path | None:
     return folder if all((folder / name).is_file() for name in _FILES) else None
 
 
-def frontier_of_an_earlier_run(job: Job, recorder: Recorder) -> Frontier | None:
-    """Return the cached frontier of an earlier run of a job, if it still fits."""
+def take_from_an_earlier_run(job: Job, recorder: Recorder) -> bool:
+    """Copy the cached profile and frontier of an earlier run of a job, and return whether there are any."""
     try:
         if (source := _cache_of(job)) is None:
-            return None
+            return False
         job.output_dir.mkdir(parents=True, exist_ok=True)
         write_together((job.output_dir / name, (source / name).read_bytes()) for name in _FILES)
-        frontier = load_frontier(job, job.output_dir / "frontier.json")
+        StageProfile.load(job.profile_path)
+        Frontier.load(job.output_dir / "frontier.json")
     except (PerseusError, OSError) as error:
         recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
-        return None
+        return False
     recorder.say(f"using plans profiled by an earlier run ({source})")
-    return frontier
+    return True
+
+
+def fit_profile(job: Job) -> bool:
+    """Adapt the profile of an earlier start, whose first order may be another one. False if it lacks passes."""
+    if StageProfile.load(job.profile_path).info.streams == ScheduleStreams.of(job.schedule):
+        return True
+    return share_profile(job, job.profile_path)
 
 
 def own_frontier(job: Job) -> Frontier | None:
@@ -169,8 +178,8 @@ def has_own_profile(job: Job, recorder: Recorder) -> bool:
     return found
 
 
-def has_frontier_of_an_earlier_run(job: Job) -> bool:
-    """Return whether the cache has a frontier of an earlier run. It may not fit the job."""
+def has_profile_of_an_earlier_run(job: Job) -> bool:
+    """Return whether the cache has a profile of an earlier run. It may be damaged."""
     try:
         return _cache_of(job) is not None
     except OSError:
@@ -216,13 +225,10 @@ class Planner:
     def use_earlier(self) -> bool:
         """Use plans or the profile that an earlier start or run of the job has left. Return False without a profile."""
         first, recorder = self._context.orders.first, self._context.recorder
-        frontier = None
-        if has_own_profile(first.job, recorder):
-            self._has_profile = True
-            frontier = own_frontier(first.job)
-        elif (frontier := frontier_of_an_earlier_run(first.job, recorder)) is not None:
-            self._has_profile = True
-        if frontier is not None:
+        if not has_own_profile(first.job, recorder) and not take_from_an_earlier_run(first.job, recorder):
+            return False
+        self._has_profile = fit_profile(first.job)
+        if self._has_profile and (frontier := own_frontier(first.job)) is not None:
             self.use(first, frontier)
         return self._has_profile
 
@@ -243,15 +249,14 @@ class Planner:
     def forget(self) -> None:
         """Forget profile and plans, because the profile no longer holds."""
         self.close()
-        for order in self._context.orders.known:
-            forget_for_later_runs(order.job)
+        forget_for_later_runs(self._context.orders.first.job)
         self._context.orders.forget_plans()
         self._has_profile = False
 
     def keep(self) -> None:
-        """Store plans for later runs of the job."""
-        for order in self._context.orders.planned:
-            keep_for_later_runs(order.job, self._context.recorder)
+        """Store profile and plans for later runs of the job."""
+        if self._context.orders.first.frontier is not None:
+            keep_for_later_runs(self._context.orders.first.job, self._context.recorder)
 
     def close(self) -> None:
         """End the computation."""
@@ -284,11 +289,8 @@ class Planner:
         return orders.latest if orders.latest in waiting else next(iter(waiting), None)
 
     def _plan(self, order: Order) -> None:
-        job, first = order.job, self._context.orders.first.job
-        if order.number and (frontier := frontier_of_an_earlier_run(job, self._context.recorder)) is not None:
-            self._add(order, frontier)
-            return
-        if order.number and not share_profile(job, first.profile_path):
+        job, first = order.job, self._context.orders.first
+        if order is not first and not share_profile(job, first.job.profile_path):
             raise PerseusError("some of its passes were not measured")
         self._context.job.fix_slow_ranks(self._context.recorder.say)
         # Everything else that plans depend on is in the profile, so that "perseus-ds optimize" makes the same ones.
@@ -317,14 +319,14 @@ class Planner:
             self._fail(order, PerseusError(f"optimising failed: {worker.error}"))
             return
         frontier = load_frontier(order.job, order.job.output_dir / "frontier.json")
-        if not order.number:
+        if order is self._context.orders.first:
             table = frontier.comparison()
             self._context.recorder.say("\n  ".join(["plans and simpler settings, computed from the profile", *table]))
         self._add(order, frontier)
 
     def _add(self, order: Order, frontier: Frontier) -> None:
         self.use(order, frontier)
-        if order.number:
+        if order is not self._context.orders.first:
             micro_batches = order.job.schedule.micro_batches
             self._context.recorder.announce(OrderPlanned(order=order.number, micro_batches=micro_batches))
 

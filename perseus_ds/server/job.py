@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -77,7 +77,6 @@ class Job:
     places: tuple[Place, ...]
     states: tuple[RankState, ...]
     fixed_ranks: set[int] = field(default_factory=set)  # their GPUs keep their default clocks
-    order: int = 0
 
     @classmethod
     def of(cls, description: JobDescription) -> Job:
@@ -194,9 +193,9 @@ class Job:
         One such GPU would otherwise determine how often the clocks of all others may change.
         """
         delays_s = self._delays_s()
-        usual_s = statistics.median_low(delays_s.values())
-        for rank in self._slow_ranks():
+        for rank in _slow_ranks(delays_s):
             self.fixed_ranks.add(rank)
+            usual_s = statistics.median_low(delays_s.values())
             say(
                 f"clock changes of rank {rank} take {delays_s[rank]:.2g} s, those of other ranks {usual_s:.2g} s: its "
                 "GPU keeps its default clock"
@@ -204,7 +203,7 @@ class Job:
 
     def least_dwell_s(self) -> dict[int, float]:
         """Return the shortest time at each clock by the latencies of all ranks but slow ones [s]. Empty if unknown."""
-        slow_ranks = self._slow_ranks()
+        slow_ranks = _slow_ranks(self._delays_s())
         states = [self.states[rank] for rank in self._free_ranks() if rank not in slow_ranks]
         clocks_mhz = self.clocks_mhz()
         by_rank = [state.latencies.of_clocks(clocks_mhz, state.latencies.dwell_s) for state in states]
@@ -216,15 +215,10 @@ class Job:
         return [rank for rank in range(self.world_size) if rank not in self.fixed_ranks]
 
     def _delays_s(self) -> dict[int, float]:
-        """Return the delays of clock changes by rank [s]."""
+        """Return the delays of clock changes by rank, without ranks whose latencies are not known yet [s]."""
         clocks_mhz = self.clocks_mhz()
-        return {rank: self.states[rank].delay_s(clocks_mhz) for rank in self._free_ranks()}
-
-    def _slow_ranks(self) -> list[int]:
-        """Return the ranks whose clocks change much later than those of others."""
-        delays_s = self._delays_s()
-        usual_s = statistics.median_low(delays_s.values())
-        return [rank for rank, delay_s in delays_s.items() if delay_s > max(_MUCH_LATER * usual_s, usual_s + _LATE_S)]
+        known = (rank for rank in self._free_ranks() if self.states[rank].latencies.is_known)
+        return {rank: self.states[rank].delay_s(clocks_mhz) for rank in known}
 
     def in_folder(self, folder: str | Path) -> Job:
         """Return the job with another output folder."""
@@ -234,17 +228,23 @@ class Job:
         """Return the job of iterations of another order, with its own schedule and folder."""
         info = self.info.model_copy(update={"schedule": schedule.name, "micro_batches": schedule.micro_batches})
         job = self.in_folder(self.output_dir / "orders" / str(number))
-        return replace(job, schedule=schedule, info=info, order=number)
+        return replace(job, schedule=schedule, info=info)
 
-    def started(self) -> Started:
-        """Return the event of the job's start."""
+    @cached_property
+    def key(self) -> str:
+        """The key by which a later start of the job recognises it."""
+        return self._key({})
+
+    def started(self, order: int) -> Started:
+        """Return the event of the job's start, at which an order with this number was declared."""
         return Started(
             mode=self.config.mode,
             gpu=self.facts[0].gpu,
             frontier=self.config.frontier,
-            job=self._key({}),
+            job=self.key,
             goal=self.config.goal.given(),
             engines=list(self.facts[0].models) or None,
+            order=order,
             micro_batches=self.schedule.micro_batches,
             ranks=self.world_size,
             pipelines=self.info.data_parallel,
@@ -268,14 +268,17 @@ class Job:
         }
 
     def profile_key(self) -> str:
-        """Return a key of its profile that depends on iterations, GPU settings and measurement."""
+        """Return a key of its profile that depends on passes, GPU settings and measurement."""
         settings = [json.loads(facts.settings) if facts.settings else None for facts in self.facts]
         return self._key({"profile": self.config.profile.model_dump(), "settings": settings})
 
     def _key(self, settings: dict[str, object]) -> str:
-        """Return a hash of job, simulated GPUs, every rank's share of the model, and settings."""
+        """Return a hash of job, simulated GPUs, every rank's share of the model, and settings.
+
+        It does not depend on the number of micro-batches, which may differ between the first iterations of two starts.
+        """
         simulated = self.config.simulated.model_dump() if self.simulated else {}
-        info = self.info.model_copy(update={"settings": None}).model_dump(mode="json")
+        info = self.info.model_copy(update={"settings": None, "micro_batches": None}).model_dump(mode="json")
         fingerprints = [facts.fingerprint for facts in self.facts]
         content = [info, fingerprints, {**settings, "simulated": simulated}]
         return _hash(content)
@@ -336,13 +339,20 @@ def _places_of(ranks: Sequence[RankFacts]) -> tuple[tuple[Place, ...], int]:
     return found, max(Counter(found).values())
 
 
+def _slow_ranks(delays_s: Mapping[int, float]) -> list[int]:
+    """Return the ranks whose clocks change much later than those of others, by their delays [s]."""
+    if not delays_s:
+        return []
+    usual_s = statistics.median_low(delays_s.values())
+    return [rank for rank, delay_s in delays_s.items() if delay_s > max(_MUCH_LATER * usual_s, usual_s + _LATE_S)]
+
+
 @dataclass(eq=False)
 class Order:
     """An order with a known schedule.
 
     Attributes:
-        number: Number by which ranks and records identify it, the same in every start of the job. That of the order
-            that was declared at the start is 0.
+        number: Number by which ranks and records identify it, the same in every start of the job.
         job: The job with its schedule and its own output folder.
         frontier: Its plans; None before they are computed.
         is_given_up: Whether it cannot be planned.

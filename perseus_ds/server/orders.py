@@ -7,11 +7,15 @@ planned, its iterations run at default clocks whenever the others run under plan
 
 from __future__ import annotations
 
+import hashlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import NO_ORDER, OrderPlanned
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import PerseusError, ScheduleError
@@ -22,13 +26,25 @@ from perseus_ds.server.job import Job, Order
 from perseus_ds.server.recorder import Recorder
 
 _LONGEST_SCHEDULE = 1 << 24
+_UNKNOWN = -1
+"""Number of an order whose schedule is not known."""
+
+
+_Number = Annotated[int, Field(ge=0, lt=OTHER_ORDERS)]
+
+
+class KeptNumbers(FileModel):
+    """The numbers of orders, by the key with which ranks identify them, and by the hash of their schedule."""
+
+    by_key: dict[int, _Number] = Field(default_factory=dict)
+    by_schedule: dict[str, _Number] = Field(default_factory=dict)
 
 
 class Orders:
     """All orders that have occurred, by the key with which ranks identify them.
 
     Attributes:
-        first: The order that was declared at the start.
+        first: The order that was declared at this start.
         latest: The known order that occurred last.
         numbers: Number of each order by its key, also of those that only occurred before a restart.
     """
@@ -52,6 +68,8 @@ class Orders:
         # The schedules of requested orders that some ranks have sent, by key and rank.
         self._requested: dict[int, dict[int, Schedule]] = {}
         self._refused: set[int] = set()
+        # Numbers by the hash of a schedule, also of orders that only occurred before a restart.
+        self._by_schedule: dict[str, int] = {}
         self._has_said_that_they_differ = False
 
     @property
@@ -81,9 +99,11 @@ class Orders:
     def occurs(self, key: int) -> Order | None:
         """Process the order of the next iteration, and return it. None if its schedule is not known.
 
-        The first one of a job is the order that was declared at the start.
+        The first one of a process is the order that was declared at its start.
         """
-        if self.numbers.setdefault(key, 0 if not self.numbers else -1) == 0 and key not in self._known:
+        if self.first.number not in self.numbers.values():
+            self.numbers.setdefault(key, self.first.number)
+        if self.numbers.setdefault(key, _UNKNOWN) == self.first.number and key not in self._known:
             self._known[key] = self.first
             self._send_all(self.message())
         order = self._known.get(key)
@@ -126,21 +146,31 @@ class Orders:
 
     def _number_of(self, key: int) -> int:
         """Return the number of an order with a new schedule, which it may have had before a restart."""
-        if self.numbers[key] < 0:
-            free = (number for number in range(1, OTHER_ORDERS) if number not in self.numbers.values())
-            number = next(free, None)
-            if number is None:
-                raise ScheduleError(f"a job can have at most {OTHER_ORDERS} orders")
-            self.numbers[key] = number
+        if self.numbers[key] == _UNKNOWN:
+            self.numbers[key] = self._free_number()
         return self.numbers[key]
 
-    def state(self) -> dict[str, int]:
-        """Return the numbers of all orders to be kept for a later start of the job, as plain values."""
-        return {str(key): number for key, number in self.numbers.items() if number >= 0}
+    def _free_number(self) -> int:
+        taken = {self.first.number, *self.numbers.values()}
+        number = next((number for number in range(OTHER_ORDERS) if number not in taken), None)
+        if number is None:
+            raise ScheduleError(f"a job can have at most {OTHER_ORDERS} orders")
+        return number
 
-    def restore(self, numbers: Mapping[int, int]) -> None:
-        """Restore the numbers of orders, by key, that :meth:`state` has returned."""
-        self.numbers = dict(numbers)
+    def state(self) -> KeptNumbers:
+        """Return the numbers of all orders, to be kept for a later start of the job."""
+        by_key = {key: number for key, number in self.numbers.items() if number != _UNKNOWN}
+        by_schedule = {_hash(order.job.schedule): order.number for order in self._known.values()}
+        return KeptNumbers(by_key=by_key, by_schedule={**self._by_schedule, **by_schedule})
+
+    def restore(self, state: KeptNumbers) -> None:
+        """Restore the result of :meth:`state`. The declared order may be another one than at the earlier start."""
+        self.numbers, self._by_schedule = dict(state.by_key), dict(state.by_schedule)
+        if len(self.numbers) == OTHER_ORDERS:  # none is free for this one
+            self.numbers, self._by_schedule = {}, {}
+        elif self.numbers:
+            known = self._by_schedule.get(_hash(self.first.job.schedule))
+            self.first.number = self._free_number() if known is None else known
 
     def give_up(self, order: Order, error: Exception) -> None:
         """Run an order at default clocks from now on, because it cannot be planned."""
@@ -151,3 +181,9 @@ class Orders:
         """Forget all plans, because the profile is measured again."""
         for order in self.known:
             order.frontier, order.is_given_up = None, False
+
+
+def _hash(schedule: Schedule) -> str:
+    """Return a hash of the operations of a schedule, which does not depend on its name."""
+    content = ScheduleStreams.of(schedule).model_dump_json(exclude={"name"}).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

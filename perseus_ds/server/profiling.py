@@ -117,7 +117,7 @@ def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) 
     tail_s = medians(tail for own in pipeline for spans in own for tail in tails_s(spans).items())
     fixed = replace(fixed_durations(pipeline), tail_s=tail_s)
     if launches_transfers(job.schedule):
-        declared = [number for number, seen in enumerate(measured) if seen.order is not None and not seen.order.number]
+        declared = [number for number, seen in enumerate(measured) if seen.order is not None and seen.order.job is job]
         iterations = (
             zip([own[number] for own in pipeline], common_begins_s(job, measured[number]), strict=True)
             for number in declared
@@ -199,7 +199,6 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     recorder.announce(
         ProfileWritten(
             path=str(job.profile_path),
-            order=job.order,
             resumed_clocks=search.resumed,
             iterations=measurement.iterations,
             lost_s=round(-measurement.sums.gained_s, 3),
@@ -455,7 +454,7 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
 
 
 def share_profile(job: Job, path: Path) -> bool:
-    """Copy the profile of another order if it has all passes of this one, and return whether it has."""
+    """Write a job's profile from that of another order if it has all passes, and return whether it has."""
     of_order = {
         "job": job.profile_key(),
         "schedule": job.schedule.name,

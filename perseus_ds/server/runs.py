@@ -111,7 +111,7 @@ class RunSender:
                 self._context.send(rank, follow)
 
     def _send(self, rank: int, sent: _Sent, from_iteration: int) -> None:
-        numbers = [order.number for order in self._context.orders.known] or [0]
+        numbers = [order.number for order in self._context.orders.known]
         for number in (*numbers, OTHER_ORDERS):
             self._context.send(rank, self._follow(rank, sent, from_iteration, number))
 

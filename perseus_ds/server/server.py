@@ -11,7 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,14 +37,13 @@ from perseus_ds.protocol.job_messages import (
     ToServer,
     Welcome,
 )
-from perseus_ds.protocol.layout import OTHER_ORDERS
 from perseus_ds.savings import Default
 from perseus_ds.server import modes
-from perseus_ds.server.frontiers import has_frontier_of_an_earlier_run
+from perseus_ds.server.frontiers import has_profile_of_an_earlier_run
 from perseus_ds.server.iterations import Mode, Run, Seen
 from perseus_ds.server.job import Job, with_permission
 from perseus_ds.server.job_control import JobControl
-from perseus_ds.server.orders import Orders
+from perseus_ds.server.orders import KeptNumbers, Orders
 from perseus_ds.server.phases import BackOff, ModeContext
 from perseus_ds.server.recorder import Recorder, TimelineLog
 from perseus_ds.server.runs import UNPLANNED, RunSender
@@ -76,7 +75,7 @@ class _KeptState(FileModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=True)
     job: str | None = None
     iteration: int | None = Field(None, ge=0)
-    orders: dict[int, Annotated[int, Field(ge=0, lt=OTHER_ORDERS)]] = Field(default_factory=dict)
+    orders: KeptNumbers = Field(default_factory=KeptNumbers)
     measured: tuple[tuple[float, float, float] | None, ...] = ()
     control: dict[str, Any] | None = None
     plans: dict[str, Any] = Field(default_factory=dict)
@@ -167,7 +166,7 @@ class JobServer:
         except ValidationError as error:
             logger.warning("perseus: the state of an earlier start cannot be read (%r); the job begins anew.", error)
             return
-        if kept.job != self.job.started().job or kept.control is None:
+        if kept.job != self.job.key or kept.control is None:
             return
         has_same_goal = self.control.restore(kept.control)
         self.orders.restore(kept.orders)
@@ -195,20 +194,21 @@ class JobServer:
                 self._notes.append(f"{error} This job continues under the fastest plan")
 
     def welcome(self) -> Welcome:
-        """Return what all ranks have to measure before training."""
+        """Return what all ranks have to know and to measure before training."""
         mode = self.job.config.mode
-        known = has_frontier_of_an_earlier_run(self.job) or all(
+        known = has_profile_of_an_earlier_run(self.job) or all(
             state.measured is not None and math.isfinite(state.measured.blocking_power_w) for state in self.job.states
         )
         measures_power = mode == "profile" or (mode == "auto" and not known)
         return Welcome(
             measures_power=measures_power,
             measures_counter=mode in ("run", "auto") and not measures_power,
+            first_order=self.orders.first.number,
         )
 
     def start(self) -> None:
         """Record the start of the job, and start its mode."""
-        self.recorder.start(self.job.started())
+        self.recorder.start(self.job.started(self.orders.first.number))
         if self._warning:
             self.recorder.warn(self._warning)
         for note in self._notes:
@@ -221,9 +221,9 @@ class JobServer:
         """Return the state to keep for a later start of the job, as plain values."""
         return {
             "owner": self.job.owner,
-            "job": self.job.started().job,
+            "job": self.job.key,
             "iteration": self._completed,
-            "orders": self.orders.state(),
+            "orders": self.orders.state().model_dump(mode="json"),
             "measured": [
                 msgspec.structs.astuple(state.measured) if state.measured else None for state in self.job.states
             ],

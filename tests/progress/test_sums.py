@@ -209,7 +209,7 @@ def kept_bytes(iterations):
             phase = ("run", "default", "observe")[number % 3]
             yield planned_iteration(number) if phase == "run" else default_iteration(number, phase)
             if number % 10 == 0:
-                yield ProfileWritten(path="profile.csv", order=1)
+                yield OrderPlanned(order=1, micro_batches=4)
 
     tracemalloc.start()
     try:

@@ -10,7 +10,7 @@ from virtual.job import SLOWER, WorkerAtOnce
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Failed, IterationRecord, OrderPlanned, PlanJudged, ProfileWritten
+from perseus_ds.artifacts.run_records import Failed, IterationRecord, OrderPlanned, PlanJudged, ProfileWritten, Started
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client import runtime
 from perseus_ds.client.runtime import key_of
@@ -72,6 +72,25 @@ def test_a_later_start_finds_the_plans_of_all_counts_under_their_numbers(job):
     assert {record.order for record in records} == {None, 1}
     assert {record.plan is None for record in records if record.phase == "run"} == {False}
     assert len(job.events(ProfileWritten)) == 1
+
+
+def test_a_later_start_that_begins_with_another_count_uses_the_profile_and_what_is_known_of_all_counts(start):
+    job = start(mode="auto", stages_s=(0.036, 0.05), micro_batches=4, gpu={"lock_latency_s": 0.015})
+    train(job, [4] * 40 + [2] * 60)
+    for count, number in ((2, 1), (3, 2)):
+        job.schedule = one_f_one_b(ranks=2, micro_batches=count)
+        job.restart()
+        train(job, [count] * 10 + [4] * 30)
+        started = job.events(Started)[-1]
+        assert (started.order, started.micro_batches) == (number, count)
+        records = [record for record in job.events(IterationRecord) if record.order == (number or None)]
+        assert any(record.plan is not None for record in records)
+    job.close()
+    assert len(job.events(ProfileWritten)) == 1
+    assert Frontier.load(job.folder).provenance.micro_batches == StageProfile.load(job.folder).info.micro_batches == 3
+    planned = [record for record in job.events(IterationRecord)[-20:] if record.plan is not None]
+    assert {record.order for record in planned} == {None}, "4 micro-batches keep their number"
+    assert sum(record.energy_j for record in planned) < 0.97 * sum(record.default_energy_j for record in planned)
 
 
 def test_counts_that_are_drawn_for_each_iteration_all_have_plans_within_a_hundred_iterations(start):

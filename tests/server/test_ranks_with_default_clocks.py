@@ -25,6 +25,18 @@ def test_a_clock_that_a_limit_keeps_a_gpu_from_reaching_does_not_make_its_driver
     assert state.delay_s(CLOCKS_MHZ) == pytest.approx(0.015)
 
 
+def test_a_rank_is_not_slow_because_the_latencies_of_others_are_not_known_yet(tmp_path):
+    job = VirtualJob(tmp_path, stages_s=(0.036, 0.05), micro_batches=4, mode="auto")
+    server, said = job.server.job, []
+    server.states[0].latencies = latencies(up=0.05, down=0.05)
+    server.fix_slow_ranks(said.append)
+    assert (said, server.fixed_ranks) == ([], set())
+    server.states[1].latencies = latencies(up=0.01, down=0.01)
+    server.fix_slow_ranks(said.append)
+    assert server.fixed_ranks == {0}
+    job.close()
+
+
 class OneWithoutPermission(SimulatedGpu):
     @classmethod
     def named(cls, *arguments, seed, **settings):

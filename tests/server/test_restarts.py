@@ -38,7 +38,7 @@ def test_a_server_that_is_replaced_twice_counts_on_and_uses_no_number_of_another
 
 
 def test_the_state_of_another_job_is_not_taken_up(start):
-    other = start("other", mode="observe", micro_batches=5)
+    other = start("other", mode="observe", stages_s=(0.02, 0.02))
     other.train(7)
     job = start(mode="observe")
     job.close()

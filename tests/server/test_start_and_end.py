@@ -158,7 +158,7 @@ def keys(*limits_w):
     settings = [{"settings": GpuSettings(power_limit_w=limit_w).model_dump_json().encode()} for limit_w in limits_w]
     schedule = one_f_one_b(ranks=1, micro_batches=1)
     job = Job.of(described(schedule, pipelines=len(limits_w), of_ranks=settings))
-    return job.profile_key(), job.started().job
+    return job.profile_key(), job.key
 
 
 def test_plans_are_kept_for_the_settings_of_all_gpus_and_jobs_are_told_apart_without_them():

@@ -328,6 +328,7 @@ class VirtualJob:
             clocks,
             self._timers(rank),
             replace(self.schedule, ranks=(self.schedule.ranks[place],)),
+            first_order=welcome.first_order,
             is_rank_0=rank == 0,
             timebase=self.time,
         )
