@@ -76,36 +76,62 @@ def approximately(value):
     return pytest.approx(value, rel=1e-6, abs=1e-2) if isinstance(value, float) else value
 
 
-def figures_of(records):
-    """Return everything that sums, facts and the history say of the current job of records."""
+def sums_of_job(records):
+    """Return everything that sums and the history say of the current job of records, without its present state."""
     job = fold(records).current
-    facts, end = facts_at(records, BEGIN + 1e6).model_dump(mode="json"), end_after(records).model_dump(mode="json")
-    of_trial = job.of_trial and job.of_trial.model_dump()
+    power = job.history.power
+    savings = job.under_plans, job.whole, job.of_trial
     return {
-        "facts": facts,
-        "end": end,
-        "of trial": of_trial,
+        "savings": [saving and saving.model_dump() for saving in savings],
+        "end": end_after(records).model_dump(mode="json"),
         "conditions": {str(key): vars(sums) for key, sums in job.by_conditions().items()},
+        "pipelines": [list(pair) for pair in job.pipelines_j()],
         "by rank": [list(pair) for pair in job.history.by_rank],
         "samples": list(job.micro_batches()),
         "plan": (job.history.plan, job.history.iterations, job.history.starts, job.history.event_count),
         "events": [(after, event.in_words()) for after, event in job.history.events],
+        "power": [power.mean_w, power.highest_w, power.lowest_w, power.window_s],
         "left out": fold(records).left_out,
     }
 
 
+def figures_of(records):
+    """Return these, and the facts."""
+    return {"facts": facts_at(records, BEGIN + 1e6).model_dump(mode="json")} | sums_of_job(records)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_all_figures_are_the_same_if_first_iterations_are_summed_once_or_repeatedly(tmp_path, seed):
-    records = long_job(seed)
+    records = long_job(seed, iterations=1200)
     expected = approximately(figures_of(records))
     write(tmp_path, records)
-    for iterations in (700, 1, 900, 1000):
+    for iterations in (300, 1, 400, 400):
         thin(tmp_path / "run.jsonl", iterations)
         found = [*read_records(tmp_path)]
         assert figures_of(found) == expected
     rows = sum(isinstance(record, IterationRecord) for record in found)
-    assert rows == sum(isinstance(record, IterationRecord) for record in records) - 2601
+    assert rows == sum(isinstance(record, IterationRecord) for record in records) - 1101
     assert [file.name for file in tmp_path.iterdir()] == ["run.jsonl"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_and_history_are_the_same_if_all_iterations_are_summed(seed):
+    """No later iteration replaces what the sums say of the last one."""
+    records = long_job(seed, iterations=1000 + seed)
+    # The last record with energies by rank is followed by others.
+    records += [planned_iteration(2000, 3, energy_by_rank_j=None, default_measured=False)]
+    records += [
+        planned_iteration(2001, 4, energy_by_rank_j=None, default_measured=False, trial=TrialState(pairs=10**4))
+    ]
+    assert sums_of_job([*summed(records)]) == approximately(sums_of_job(records))
+
+
+def test_the_first_list_after_summed_iterations_covers_those_since_the_last_one():
+    records = [
+        default_iteration(n, "observe", energy_by_rank_j=(60.0, 40.0) if n % 7 == 0 else None) for n in range(71)
+    ]
+    expected = [pytest.approx(pair) for pair in fold(records[:64]).current.history.by_rank]
+    assert fold([*summed(records[:60]), *records[60:64]]).current.history.by_rank == expected
 
 
 def test_iterations_are_summed_by_the_hour_and_lists_by_the_start():
@@ -119,14 +145,15 @@ def test_iterations_are_summed_by_the_hour_and_lists_by_the_start():
 
 
 def test_the_history_of_summed_iterations_is_a_chart_of_the_whole_job():
-    """Points have equal distances, whether they stand for an hour or for an iteration."""
-    records = [default_iteration(n, "observe") for n in range(1, 200_001)]
-    history = fold([*summed(records[:150_000]), *records[150_000:]]).current.history
+    """Points have equal distances, whether they stand for an hour or for an iteration, which takes 10 s."""
+    records = [default_iteration(n, "observe", time_s=10.0, energy_j=100.0) for n in range(1, 15_001)]
+    records += [default_iteration(n, "observe", time_s=10.0, energy_j=200.0) for n in range(15_001, 20_001)]
+    history = fold([*summed(records[:15_000]), *records[15_000:]]).current.history
     (points,) = history.points.values()
     places = [point.place for point in points.points]
-    assert sum(place <= 150_000 for place in places) >= 40, "one for each hour"
+    assert sum(place <= 15_000 for place in places) >= 40, "one for each hour"
     assert 1500 >= len(places) > 250
-    assert history.power.mean_w == pytest.approx(100.0)
+    assert (history.power.mean_w, history.power.lowest_w) == (pytest.approx(12.5), pytest.approx(10.0))
 
 
 def test_a_file_that_cannot_be_written_again_stays_as_it_is(tmp_path, disk_with):
