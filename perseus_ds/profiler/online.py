@@ -29,6 +29,7 @@ the less ranks wait. So that of the bubbles is used if it differs significantly 
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -375,8 +376,8 @@ class OnlineProfiler:
             if clock == clock_mhz or has_other_keys:
                 del self._cache[clock, share]
         self._keys = keys
-        if len(readings) >= 2:
-            at_s, energy_j = np.array(readings).T
+        for part in _without_stalled(readings, computed):
+            at_s, energy_j = np.array(part).T
             self._visits[clock_mhz].append(_Visit(computed, at_s, energy_j))
 
     def power_error(self, clock_mhz: int) -> float:
@@ -572,6 +573,26 @@ def _weights(at_s: Floats, variance_rate_s: float) -> Floats:
     weights = np.linalg.inv(factor)
     offset = weights.sum(axis=1)  # the whitened constant, which is projected out
     return np.asarray(weights - np.outer(offset, offset @ weights) / (offset @ offset))
+
+
+def _without_stalled(
+    readings: Sequence[tuple[float, float]], computed: Sequence[tuple[Span, Key]]
+) -> list[list[tuple[float, float]]]:
+    """Return consecutive readings without the intervals in which an instruction stalled, for example for its data.
+
+    The GPU waited for most of a stalled instruction, so its power is not that of its key.
+    """
+    times_s: dict[Key, list[float]] = defaultdict(list)
+    for span, key in computed:
+        times_s[key].append(span.time_s)
+    longest_s = {key: STALL * statistics.median(own_s) for key, own_s in times_s.items()}
+    stalled = [span for span, key in computed if span.time_s > longest_s[key]]
+    parts = [[reading] for reading in readings[:1]]
+    for before, after in itertools.pairwise(readings):
+        if any(span.start_s < after[0] and span.end_s > before[0] for span in stalled):
+            parts.append([])
+        parts[-1].append(after)
+    return [part for part in parts if len(part) >= 2]
 
 
 def _without_stalls(times_s: Sequence[float]) -> list[float]:

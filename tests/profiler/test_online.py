@@ -116,6 +116,27 @@ def test_iterations_as_long_as_an_interval_of_the_counter_do_not_hide_that_it_sa
         assert row.energy_j / row.time_s == pytest.approx(model.power_w(row.clock_mhz), rel=0.05)
 
 
+def test_the_energy_of_an_instruction_that_stalls_is_not_that_of_its_kind():
+    model = DEVICES["a100-sxm"]
+    profiler = OnlineProfiler(model.blocking_power_w)
+    for clock in (1290, 1110, 930):
+        power_w = model.power_w(clock)
+        ends_s, powers_w, spans = [0.0], [], []
+        for number in range(12):
+            for time_s, draws_w in ((10.0 if number == 5 else 0.0, model.blocking_power_w), (0.1, power_w)):
+                ends_s.append(ends_s[-1] + time_s)
+                powers_w.append(draws_w)
+            begin_s = ends_s[-3]
+            spans.append(Span(Compute(Instruction(0, Kind.FORWARD, number)), begin_s, ends_s[-1]))
+        energies_j = np.concatenate([[0.0], np.cumsum(np.diff(ends_s) * powers_w)])
+        at_s = np.arange(0.05, ends_s[-1], 0.1)
+        readings = zip(at_s, np.interp(at_s, ends_s, energies_j), strict=True)
+        profiler.add(clock, [spans], list(readings))
+    for row in (row.measurement for row in profiler.rows()):
+        assert row.time_s == pytest.approx(0.1)
+        assert row.energy_j == pytest.approx(0.1 * model.power_w(row.clock_mhz), rel=0.02)
+
+
 def test_bubbles_of_ranks_together_say_what_a_waiting_gpu_draws():
     work_s = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1, Kind.TAIL: 0.1}
     ranks = []
