@@ -82,7 +82,7 @@ test-python-%:
 fuzz: $(READY)  ## Damaged files on every command that reads them, for hours; always new ones.
 	FUZZ_EXAMPLES=20000 $(BIN)/pytest tests/fuzz -x -n 2
 
-trials: $(READY)  ## Jobs ended in some sixty scenarios, six times each, on the stub driver: does a clock stay locked?
+trials: $(READY)  ## Jobs ended in 72 scenarios, six times each, on the stub driver: does a clock stay locked?
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.torch_extensions PYTHONPATH=$(CURDIR):tests:tests/support $(BIN)/python -m trials
 
 lint: $(READY)  ## Style and types.
