@@ -3,24 +3,31 @@
     python benchmarks/scale.py                          # 64, 1 024 and 10 240 ranks, eight on a node
     python benchmarks/scale.py --ranks 10240
     python benchmarks/scale.py --ranks 10240 --flood    # also iterations that are faster than the server
+    python benchmarks/scale.py --ranks 10240 --stages 64 --micro-batches 256
 
 The server is the real process, with real encrypted sockets. The agents are emulated: each has the connection of a real
 one, and sends what a client and an agent report about each iteration of each of its ranks, with noise, and the
 operations if the server requests them. GPUs are simulated. When the server has kept a plan, iterations are sent as soon
 as the server has processed the previous one, so the relevant figure is processor time per iteration. Then one pipeline
-becomes slower, until other pipelines receive slower plans. All processes run on this machine.
+becomes slower, until other pipelines receive slower plans. All processes run on this machine. Another one listens as an
+agent without ranks, and measures the longest time between two messages of the server, which sends heartbeats twice a
+second.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import multiprocessing
 import random
 import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event as EventOfProcesses
 from pathlib import Path
 
 import psutil
@@ -49,7 +56,7 @@ from perseus_ds.protocol.job_messages import (
 from perseus_ds.protocol.messages import Connect, ServerStarted, StartServer
 
 SIZES = (64, 1024, 10240)
-NODE, STAGES, MICRO_BATCHES, PLANS = 8, 8, 32, 50
+NODE, PLANS = 8, 50
 MOST_TENSOR_PARALLEL, FEWEST_PIPELINES = 8, 4
 ITERATION_S, DEFAULT_J, PLANNED_J = 3.0, 900.0, 800.0
 MEASURED, SLOW_PIPELINE, SLOWER = 20, 1, 1.2
@@ -70,20 +77,25 @@ def save_frontier(folder: Path, schedule: Schedule) -> Path:
     streams = tuple(tuple(i for i in stream if i.kind is not Kind.TAIL) for stream in schedule.instructions)
     draw = random.Random(1)
     clocks = tuple(tuple(draw.choice(CLOCKS_MHZ) for _ in stream) for stream in streams)
-    energy_j = [STAGES * (PLANNED_J - 5.0 * number) for number in range(PLANS)]
+    stages = len(schedule.ranks)
+    energy_j = [stages * (PLANNED_J - 5.0 * number) for number in range(PLANS)]
     plans = tuple(
         FrequencyPlan(streams, clocks, ITERATION_S * (1 + 0.01 * number), energy_j[number]) for number in range(PLANS)
     )
     baseline = FrequencyPlan(
-        streams, tuple((CLOCKS_MHZ[-1],) * len(s) for s in streams), ITERATION_S, STAGES * DEFAULT_J
+        streams, tuple((CLOCKS_MHZ[-1],) * len(s) for s in streams), ITERATION_S, stages * DEFAULT_J
     )
     provenance = Provenance(
-        schedule=schedule.name, micro_batches=MICRO_BATCHES, stages=STAGES, blocking_power_w=80.0, solver="none",
+        schedule=schedule.name,
+        micro_batches=schedule.micro_batches,
+        stages=stages,
+        blocking_power_w=80.0,
+        solver="none",
         simulated=True,
-    )  # fmt: skip
+    )
     times_s = {
         (stage, kind, clock_mhz): duration_s(kind, clock_mhz)
-        for stage in range(STAGES)
+        for stage in range(stages)
         for kind in (Kind.FORWARD, Kind.BACKWARD)
         for clock_mhz in CLOCKS_MHZ
     }
@@ -107,31 +119,33 @@ class Job:
     folder: Path
 
     @classmethod
-    def of(cls, ranks: int, folder: Path) -> Job:
+    def of(cls, ranks: int, stages: int, micro_batches: int, folder: Path) -> Job:
         """Return a job with several pipelines."""
-        schedule = read_schedule(schedule_class("1f1b"), ranks=STAGES, micro_batches=MICRO_BATCHES)
-        return cls(ranks, min(MOST_TENSOR_PARALLEL, ranks // STAGES // FEWEST_PIPELINES), schedule, folder)
+        schedule = read_schedule(schedule_class("1f1b"), ranks=stages, micro_batches=micro_batches)
+        return cls(ranks, min(MOST_TENSOR_PARALLEL, ranks // stages // FEWEST_PIPELINES), schedule, folder)
+
+    @property
+    def stages(self) -> int:
+        return len(self.schedule.ranks)
 
     def pipeline_of(self, rank: int) -> int:
         """Return the data-parallel pipeline of a rank."""
-        return rank // STAGES // self.tensor_parallel
+        return rank // self.stages // self.tensor_parallel
 
     def describe(self) -> bytes:
         """Return its description, in run mode."""
         frontier, output_dir = save_frontier(self.folder, self.schedule), str(self.folder / "perseus")
         block = {"mode": "run", "device": "simulated", "output_dir": output_dir, "frontier": str(frontier)}
-        own = [
-            ScheduleStreams.of(Schedule(self.schedule.name, MICRO_BATCHES, (stream,))).model_dump_json().encode()
-            for stream in self.schedule.ranks
-        ]
+        of_ranks = [replace(self.schedule, ranks=(stream,)) for stream in self.schedule.ranks]
+        own = [ScheduleStreams.of(of_rank).model_dump_json().encode() for of_rank in of_ranks]
         facts = []
         for rank in range(self.ranks):
-            number, place = divmod(rank, STAGES)
-            first = place + STAGES * (number % self.tensor_parallel)
+            number, place = divmod(rank, self.stages)
+            first = place + self.stages * (number % self.tensor_parallel)
             facts.append(
                 RankFacts(
-                    pipeline=tuple(range(STAGES * number, STAGES * (number + 1))),
-                    copies=tuple(range(first, self.ranks, STAGES * self.tensor_parallel)),
+                    pipeline=tuple(range(self.stages * number, self.stages * (number + 1))),
+                    copies=tuple(range(first, self.ranks, self.stages * self.tensor_parallel)),
                     schedule=own[place],
                     gpu="simulated GPU",
                     clocks_mhz=CLOCKS_MHZ,
@@ -152,10 +166,12 @@ class Agents:
         iteration: Number of the last iteration that was sent.
         processed: Number of the last iteration that the server has processed.
         sent: Number of messages sent.
+        longest_silence_s: Longest time between two messages of the server [s].
     """
 
-    def __init__(self, job: Job, server: ServerStarted) -> None:
+    def __init__(self, job: Job, server: ServerStarted, longest_silence_s: Synchronized[float]) -> None:
         self.job = job
+        self.longest_silence_s = longest_silence_s
         self.follows: dict[int, Follow] = {}
         self.followed_at = 0.0
         self.iteration = self.processed = self.sent = 0
@@ -174,7 +190,7 @@ class Agents:
         """Receive available messages, and send pending ones."""
         for number, uplink in enumerate(self._uplinks):
             for rank, message in uplink.exchange():
-                if isinstance(message, Follow):
+                if isinstance(message, Follow) and message.program.number == 0:  # others are for other orders
                     self.follows[rank], self.followed_at = message, time.time()
                 elif isinstance(message, Observed):
                     self.processed = message.samples
@@ -198,7 +214,7 @@ class Agents:
             energy_j = (DEFAULT_J if self.is_at_default_clocks(rank) else PLANNED_J) * self._draw.gauss(1, 0.01)
             uplink = self._uplinks[rank // NODE]
             if follow is not None and times in ("passes", "all"):
-                uplink.send(rank, Spans(self.iteration, self._spans(follow, rank % STAGES, times)))
+                uplink.send(rank, Spans(self.iteration, self._spans(follow, rank % self.job.stages, times)))
                 self.sent += 1
             uplink.send(rank, RankReport(report, serial, 100.0 + self.iteration, energy_j, 2.0))
             self.sent += 1
@@ -287,29 +303,57 @@ def _times_s(process: psutil.Process) -> tuple[float, float]:
     return sum(process.cpu_times()[:2]), main.user_time + main.system_time
 
 
+def listen(connect: Connect, ends: EventOfProcesses, longest_s: Synchronized[float]) -> None:
+    """Measure the longest time between two messages of the server, in a process of its own."""
+    uplink, heard_s = Uplink(connect), math.nan
+    while not ends.is_set():
+        uplink.exchange()
+        if uplink.is_heard and uplink.heard_s != heard_s:
+            longest_s.value = max(longest_s.value, 0.0 if math.isnan(heard_s) else uplink.heard_s - heard_s)
+            heard_s = uplink.heard_s
+        time.sleep(0.01)
+    uplink.close()
+
+
 @contextmanager
-def running(ranks: int) -> Iterator[tuple[Agents, psutil.Process, float]]:
+def listening(started: ServerStarted) -> Iterator[Synchronized[float]]:
+    """Listen to the server, and yield the longest time between two of its messages [s]."""
+    processes = multiprocessing.get_context("spawn")
+    ends, longest_s = processes.Event(), processes.Value("d", 0.0)
+    connect = Connect(0, started.address, started.server_key, started.public_key, started.secret_key)
+    process = processes.Process(target=listen, args=(connect, ends, longest_s))
+    process.start()
+    while not longest_s.value:  # it has not heard the server twice
+        time.sleep(0.05)
+    yield longest_s
+    ends.set()
+    process.join()
+
+
+@contextmanager
+def running(ranks: int, stages: int, micro_batches: int) -> Iterator[tuple[Agents, psutil.Process, float]]:
     """Run the server and its agents. Yields them with the time of the start [s]."""
     with tempfile.TemporaryDirectory() as folder:
         begin_s = time.monotonic()
-        job = Job.of(ranks, Path(folder))
+        job = Job.of(ranks, stages, micro_batches, Path(folder))
         description = job.describe()
         child = JobServerChild(StartServer("127.0.0.1", 0, len(description)), description)
         while (started := child.answer()) is None:
             time.sleep(0.01)
         assert not started.kind, started.error
         start_s = time.monotonic() - begin_s
-        agents = Agents(job, started)
-        try:
-            yield agents, psutil.Process(child.pid), start_s
-        finally:
-            agents.close()
-            child.end()
+        with listening(started) as longest_s:
+            agents = Agents(job, started, longest_s)
+            try:
+                yield agents, psutil.Process(child.pid), start_s
+            finally:
+                agents.close()
+                child.end()
 
 
-def measure(ranks: int, *, floods: bool) -> None:
+def measure(ranks: int, stages: int, micro_batches: int, *, floods: bool) -> None:
     """Print the figures of one server for the given number of ranks."""
-    with running(ranks) as (agents, process, start_s):
+    with running(ranks, stages, micro_batches) as (agents, process, start_s):
         agents.wait_until(lambda: len(agents.follows) == ranks, "answered all ranks")
         events = Events(agents.job.folder / "perseus")
         while not any(isinstance(event, PlanJudged) and event.kept for event in events.new()):
@@ -338,7 +382,8 @@ def measure(ranks: int, *, floods: bool) -> None:
             f"  {process.memory_info().rss / 2**20:.0f} MiB; plan kept after {kept_after} iterations; "
             f"straggler noticed after {noticed}, for {1e3 * usage.cpu_s / noticed:.1f} ms each\n"
             f"  wall time: start {start_s:.1f} s, {1e3 * wall_s:.0f} ms for an iteration with the agents, "
-            f"{1e3 * (agents.followed_at - decided[-1].time):.0f} ms from the decision to the last rank's program",
+            f"{1e3 * (agents.followed_at - decided[-1].time):.0f} ms from the decision to the last rank's program\n"
+            f"  longest time between two messages of the server {agents.longest_silence_s.value:.2f} s",
             flush=True,
         )
         if floods:
@@ -369,13 +414,15 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=32)
     parser.add_argument("--flood", action="store_true")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     zmq.Context.instance().set(zmq.MAX_SOCKETS, 60_000)
     arguments = parser.parse_args()
     for ranks in arguments.ranks:
-        measure(ranks, floods=arguments.flood)
+        measure(ranks, arguments.stages, arguments.micro_batches, floods=arguments.flood)
 
 
 if __name__ == "__main__":
