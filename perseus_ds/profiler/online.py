@@ -83,6 +83,8 @@ _UNKNOWN = 1e3
 # Share of its period, at the end, in which a counter samples power: all of it, or only a part (a quarter on A100 and
 # H100, arXiv 2312.02741). A share below 1 is assumed only if it reduces the squared residuals by this factor.
 _ALWAYS, _SHARES, _CLEARLY = 1.0, (1.0, 0.5, 0.25, 0.1), 0.5
+# Share of the instructions of a key that are no longer than usual. Stalls are rare, unlike inputs of other lengths.
+_USUAL = 0.9
 # Number of repeated iterations after which it is known how much they vary.
 _ENOUGH_REPEATED = 3
 # Relative difference between blocking powers that is negligible, and number of standard errors above which a difference
@@ -585,7 +587,7 @@ def _without_stalled(
     times_s: dict[Key, list[float]] = defaultdict(list)
     for span, key in computed:
         times_s[key].append(span.time_s)
-    longest_s = {key: STALL * statistics.median(own_s) for key, own_s in times_s.items()}
+    longest_s = {key: STALL * _usually_longest_s(own_s) for key, own_s in times_s.items()}
     stalled = [span for span, key in computed if span.time_s > longest_s[key]]
     parts = [[reading] for reading in readings[:1]]
     for before, after in itertools.pairwise(readings):
@@ -593,6 +595,11 @@ def _without_stalled(
             parts.append([])
         parts[-1].append(after)
     return [part for part in parts if len(part) >= 2]
+
+
+def _usually_longest_s(times_s: Sequence[float]) -> float:
+    """Return the time that few instructions of a key exceed [s], whose inputs may have different lengths."""
+    return max(statistics.median(times_s), sorted(times_s)[int(_USUAL * (len(times_s) - 1))])
 
 
 def _without_stalls(times_s: Sequence[float]) -> list[float]:

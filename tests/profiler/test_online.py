@@ -137,6 +137,27 @@ def test_the_energy_of_an_instruction_that_stalls_is_not_that_of_its_kind():
         assert row.energy_j == pytest.approx(0.1 * model.power_w(row.clock_mhz), rel=0.02)
 
 
+def test_instructions_with_inputs_of_different_lengths_do_not_stall():
+    rng, model = np.random.default_rng(0), DEVICES["a100-sxm"]
+    profiler = OnlineProfiler(model.blocking_power_w)
+    clocks = (1290, 1110, 930)
+    for clock in clocks:
+        ends_s, powers_w, spans = [0.0], [], []
+        for number in range(600):
+            begin_s = ends_s[-1]
+            ends_s += [begin_s + 0.002 * rng.lognormal(sigma=0.5)]
+            ends_s += [ends_s[-1] + 0.0004]
+            powers_w += [model.power_w(clock), model.blocking_power_w]
+            spans.append(Span(Compute(Instruction(0, Kind.FORWARD, number)), begin_s, ends_s[-2]))
+        energies_j = np.concatenate([[0.0], np.cumsum(np.diff(ends_s) * powers_w)])
+        at_s = np.arange(0.05, ends_s[-1], 0.1)
+        profiler.add(clock, [spans], list(zip(at_s, np.interp(at_s, ends_s, energies_j), strict=True)))
+    rows = [row.measurement for row in profiler.rows()]
+    assert [row.clock_mhz for row in rows] == sorted(clocks)
+    for row in rows:
+        assert row.energy_j / row.time_s == pytest.approx(model.power_w(row.clock_mhz), rel=0.02)
+
+
 def test_bubbles_of_ranks_together_say_what_a_waiting_gpu_draws():
     work_s = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1, Kind.TAIL: 0.1}
     ranks = []
