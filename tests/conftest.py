@@ -4,6 +4,8 @@ import contextlib
 import os
 import resource
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis
 import pytest
@@ -40,6 +42,31 @@ def pytest_configure(config):
 def now():
     """A virtual time."""
     return VirtualTime()
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """A function that calls a function on each rank of a job, and returns their results or errors."""
+    import torch.distributed as dist  # some tests run without torch
+
+    store, here = dist.HashStore(), threading.local()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
+
+    def as_rank(rank, call):
+        here.rank = rank
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    def ranks(number, call):
+        monkeypatch.setattr(dist, "get_world_size", lambda: number)
+        with ThreadPoolExecutor(number) as threads:
+            return list(threads.map(as_rank, range(number), [call] * number))
+
+    return ranks
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Before training: the meeting of all ranks, through the job's own store, and measurements of their GPUs.
 
-Each rank writes a description of itself, or its error, into the store. Rank 0 reads all of them, has its agent start
-the job's server with them, and writes the answer: the address of the server, or the error that all ranks raise. There
-is no other meeting. If a profile will be measured, ranks then measure their energy counters and blocking powers.
+The part of each rank is a description of itself. Rank 0 has its agent start the job's server with all of them, and
+answers with the server's address (:mod:`perseus_ds.client.agreement`). If a profile will be measured, ranks then
+measure their energy counters and blocking powers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import torch.distributed as dist
 from perseus_ds import errors
 from perseus_ds.artifacts.layout import EngineName, Part
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.client.agreement import agree, store_of_job
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import RankGpu, clocks_of, execution_on, open_gpu
 from perseus_ds.client.operations import Work
 from perseus_ds.client.timers import Execution
 from perseus_ds.config import PerseusConfig
-from perseus_ds.errors import ConfigError, GpuError, PerseusError
+from perseus_ds.errors import GpuError, PerseusError
 from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.gpu.energy_counter import CounterAnswer, answer_to_a_step, mean_power_w, period_s_of
 from perseus_ds.pipeline.schedule import Schedule
@@ -42,10 +43,8 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _LARGEST_COUNT = 2**53
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
-_NAMED_AFTER_S, _MOST_NAMED = 10.0, 4
-"""Time after which missing ranks are named [s], and the maximum number of names."""
-_BEGIN = "begin to train"
+STARTED = "started"
+"""Topic of the agreement before the first iteration."""
 # Load before the measured step of power: number of refreshes, length of one part [s], and longest time [s].
 _LOADED_REFRESHES, _LOAD_S, _LONGEST_LOAD_S = 4, 0.1, 3.0
 _LONGEST_WINDOW_S, _UNKNOWN_PERIOD_S = 1.35, 1.0
@@ -103,6 +102,7 @@ class EngineFacts:
 class Opened:
     """Resources that a rank has opened. They are closed if the job does not start."""
 
+    facts: EngineFacts
     gpu: RankGpu | None = None
     clocks: AgentClocks | None = None
     timers: Execution
@@ -118,64 +118,34 @@ class Opened:
 
 def meet(
     config: PerseusConfig,
-    facts: EngineFacts,
+    describe: Callable[[], EngineFacts],
     read: Callable[[], Schedule],
     check: Callable[[Schedule], object],
     opened: Opened,
 ) -> ServerStarted:
-    """Open the GPU of this rank, send the facts of this rank to rank 0, and return its answer.
+    """Open the GPU of this rank, have rank 0 start the job's server, and return the server's answer.
 
-    ``read`` returns the operations of this rank in an iteration, as a schedule of one rank. Rank 0 calls ``check`` with
-    the schedule of all ranks of its pipeline; it raises if this cannot be planned. ``opened`` receives the opened
-    resources.
+    ``describe`` returns the facts of the engine, and ``read`` the operations of this rank in an iteration, as a
+    schedule of one rank. Rank 0 calls ``check`` with the schedule of all ranks of its pipeline, which raises an error
+    if it cannot be planned. ``opened`` receives the opened resources.
 
     Raises:
         PerseusError: On all ranks, the error of the first rank that has one.
     """
-    store: Any = dist.distributed_c10d._get_default_store()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    number = int(store.add(f"perseus/starts/{rank}", 1))
-    key = f"perseus/start/{number}"
-    try:
+
+    def part() -> bytes:
+        facts = opened.facts = describe()
         opened.schedule = read()
-        gpu = opened.gpu = open_gpu(config, facts.device, rank=rank, local_rank=local_rank())
+        gpu = opened.gpu = open_gpu(config, facts.device, rank=dist.get_rank(), local_rank=local_rank())
         opened.clocks = clocks_of(gpu.take_lease(), facts.device)
         opened.timers, opened.simulated = execution_on(facts.device), gpu.work(config)
         own = rank_facts(config, facts, opened.schedule, gpu, calibrates=opened.simulated is not None)
-        content = b"+" + msg.encode(own)
-    except PerseusError as error:
-        content = f"-{type(error).__name__}:{error}".encode()
-    except Exception as error:  # the other ranks wait
-        content = f"-PerseusError:rank {rank}: {error!r}".encode()
-    store.set(f"{key}/{rank}", content)
+        return msg.encode(own)
 
-    def has_come(other: int) -> bool:
-        return bool(store.check([f"{key}/{other}"]))
+    def start_server(parts: list[bytes]) -> bytes:
+        return _encode(_start_server(config, parts, check, opened))
 
-    if rank == 0:
-        try:
-            contents = [await_ranks(store, f"{key}/{each}", has_come, _BEGIN) for each in range(ranks)]
-            answer = _start_server(config, contents, check, opened, host_of(store))
-        except PerseusError as error:
-            answer = ServerStarted(kind=type(error).__name__, error=str(error))
-        except Exception as error:
-            answer = ServerStarted(kind="PerseusError", error=repr(error))
-        store.set(f"{key}/answer", _encode(answer))
-    else:
-        answer = msgspec.msgpack.decode(await_ranks(store, f"{key}/answer", has_come, _BEGIN), type=ServerStarted)
-    if answer.kind:
-        raise getattr(errors, answer.kind, PerseusError)(answer.error)
-    return answer
-
-
-def decline(problem: str) -> None:
-    """Raise a ``GpuError`` on ranks that call :func:`meet` instead of this function. Does not wait for them."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    rank = dist.get_rank()
-    key = f"perseus/start/{int(store.add(f'perseus/starts/{rank}', 1))}"
-    store.set(f"{key}/{rank}", f"-GpuError:{problem}".encode())
-    if rank == 0:
-        store.set(f"{key}/answer", _encode(ServerStarted(kind="GpuError", error=problem)))
+    return msgspec.msgpack.decode(agree(STARTED, "begin to train", part, start_server), type=ServerStarted)
 
 
 def rank_facts(
@@ -231,72 +201,21 @@ def _count(value: float | None) -> int | None:
     return int(value) if value is not None and abs(value) < _LARGEST_COUNT else None
 
 
-def await_ranks(
-    store: Any, key: str, has_come: Callable[[int], bool], step: str, timebase: Timebase = REAL_TIME
-) -> bytes:
-    """Wait for a value that the store has after all ranks have come, without blocking other users of the store.
-
-    After 10 s, the first rank that waits names the ranks that are missing.
-
-    Args:
-        store: The job's store.
-        key: Key of the value.
-        has_come: Returns True if a rank, by its number, has come.
-        step: What missing ranks have not done, for messages.
-        timebase: Timebase for waiting.
-
-    Raises:
-        ConfigError: There is no value after the timeout of the store.
-    """
-    look_s, begun_s, names_missing = _FIRST_LOOK_S, timebase.now_s(), True
-    while not store.check([key]):
-        waited_s = timebase.now_s() - begun_s
-        if waited_s > _timeout_s(store):
-            raise ConfigError(
-                f"perseus: {_missing(has_come) or 'a rank'} did not {step} within the timeout of the process "
-                "group. Attach on all ranks together. If the variable PERSEUS is set, set it on all of them."
-            )
-        if names_missing and waited_s >= _NAMED_AFTER_S:
-            names_missing = False
-            if not any(has_come(other) for other in range(dist.get_rank())) and (missing := _missing(has_come)):
-                logger.warning("perseus: waiting for %s to %s.", missing, step)
-        timebase.sleep(look_s)
-        look_s = min(2 * look_s, _LAST_LOOK_S)
-    return bytes(store.get(key))
-
-
-def _missing(has_come: Callable[[int], bool]) -> str:
-    """Return the names of ranks that have not come, such as ``ranks 1, 2, 3 and 4 others``. Empty if all have."""
-    missing = [rank for rank in range(dist.get_world_size()) if not has_come(rank)]
-    if not missing:
-        return ""
-    named = ", ".join(map(str, missing[:_MOST_NAMED]))
-    others = len(missing) - _MOST_NAMED
-    return f"rank{'s' * (len(missing) > 1)} {named}" + (f" and {others} others" if others > 0 else "")
-
-
-def _timeout_s(store: Any) -> float:
-    try:
-        return float(store.timeout.total_seconds())
-    except AttributeError:
-        return math.inf
-
-
 def _start_server(
-    config: PerseusConfig, contents: list[bytes], check: Callable[[Schedule], object], opened: Opened, host: str
+    config: PerseusConfig, parts: list[bytes], check: Callable[[Schedule], object], opened: Opened
 ) -> ServerStarted:
-    """Have rank 0's agent start the server if no rank has an error, and return the answer for all ranks."""
-    for content in contents:
-        if content.startswith(b"-"):
-            kind, _, text = content[1:].decode().partition(":")
-            return ServerStarted(kind=kind, error=text)
-    ranks = tuple(msg.decode_facts(content[1:]) for content in contents)
+    """Have rank 0's agent start the server, and return the answer for all ranks."""
+    ranks = tuple(msg.decode_facts(part) for part in parts)
     pipeline = ranks[0].pipeline
     streams = [ScheduleStreams.model_validate_json(ranks[each].schedule).to_schedule() for each in pipeline]
     check(replace(streams[0], ranks=tuple(stream.ranks[0] for stream in streams)))
     content = msg.encode(JobDescription.of(config.model_dump_json().encode(), ranks, os.getcwd()))
     assert opened.clocks is not None
-    return opened.clocks.start_server(config.server.host or host, config.server.port or 0, content)
+    host = config.server.host or host_of(store_of_job())
+    started = opened.clocks.start_server(host, config.server.port or 0, content)
+    if started.kind:
+        raise getattr(errors, started.kind, PerseusError)(started.error)
+    return started
 
 
 def host_of(store: Any) -> str:

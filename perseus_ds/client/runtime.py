@@ -134,7 +134,7 @@ class PerseusRuntime:
     def start(
         cls,
         config: PerseusConfig,
-        facts: EngineFacts,
+        describe: Callable[[], EngineFacts],
         read: Callable[[], Schedule],
         check: Callable[[Schedule], object] = lambda schedule: None,
     ) -> PerseusRuntime:
@@ -147,8 +147,8 @@ class PerseusRuntime:
         """
         opened, rank = Opened(), dist.get_rank()
         try:
-            answer = meet(config, facts, read, check, opened)
-            clocks, welcome = opened.clocks, decode_welcome(answer.answer)
+            answer = meet(config, describe, read, check, opened)
+            facts, clocks, welcome = opened.facts, opened.clocks, decode_welcome(answer.answer)
             assert clocks is not None
             runtime = cls(
                 clocks,
@@ -203,7 +203,7 @@ class PerseusRuntime:
         """
         facts = EngineFacts(pipeline=tuple(pipeline), copies=None, device=torch.device(device))
         own = replace(schedule, ranks=(schedule.ranks[facts.pipeline.index(dist.get_rank())],))
-        return cls.start(parse_block(block), facts, lambda: own)
+        return cls.start(parse_block(block), lambda: facts, lambda: own)
 
     @property
     def profiled(self) -> bool:
@@ -259,6 +259,8 @@ class PerseusRuntime:
             raise
         finally:
             self._in_iteration = False
+        if self._closed:  # within the iteration
+            return
         # The host has launched everything. The device may not have finished, and is not waited for.
         finished = self.timers.finish_iteration()
         self.clocks.end_iteration(iteration)
@@ -353,13 +355,15 @@ class PerseusRuntime:
             return  # in a forked process, the clock belongs to the parent
         self._closed = True
         atexit.unregister(self.close)
-        end_s = self._time.now_s() + _LAST_REPORTS_S
-        while self._unsent and not self._send_reports() and self._time.now_s() < end_s:
-            self._time.sleep(_POLL_S)
-        self.clocks.send(msg.Left())
-        if self._is_rank_0:
-            self._await(lambda: self._has_summary, _SUMMARY_S)
-        self.clocks.close()
+        try:
+            end_s = self._time.now_s() + _LAST_REPORTS_S
+            while self._unsent and not self._send_reports() and self._time.now_s() < end_s:
+                self._time.sleep(_POLL_S)
+            self.clocks.send(msg.Left())
+            if self._is_rank_0:
+                self._await(lambda: self._has_summary, _SUMMARY_S)
+        finally:
+            self.clocks.close()
 
     # Messages from the server.
 

@@ -38,10 +38,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from perseus_ds import errors
 from perseus_ds.artifacts.plan import check_ranks
+from perseus_ds.client.agreement import agree, store_of_job, withdraw
 from perseus_ds.client.devices import gpu_of
-from perseus_ds.client.meeting import EngineFacts, await_ranks, decline, local_rank, own_versions
+from perseus_ds.client.meeting import STARTED, EngineFacts, local_rank, own_versions
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import PerseusConfig
@@ -56,6 +56,13 @@ from perseus_ds.server.frontiers import read_frontier
 logger = logging.getLogger("perseus_ds")
 # Settings that may differ between ranks: locations of files, and simulated GPUs.
 _MAY_DIFFER = {"output_dir", "frontier", "simulated"}
+_CHECKED = "checked"
+"""Topic of the agreement before the schedule is known."""
+_SAME_ON_ALL = "Give all ranks the same perseus block, and install the same versions."
+_OWN_ERROR = (
+    "an error in Perseus itself, which should not happen. This rank trains without Perseus from now on, and the job "
+    "runs at default clocks. Please report it with these lines."
+)
 _NOT_CAPTURED = (
     "a CUDA graph of a whole iteration was captured, but Perseus cannot mark its passes, so its replays run at default "
     "clocks. Plans for captured iterations need an NVIDIA GPU, a torch that accepts torch.cuda.Event(external=True), "
@@ -167,11 +174,9 @@ class Session:
         operation: Context of one operation of an iteration, as :meth:`PerseusRuntime.operation`. Engines report all
             operations, whether they are timed or not. A no-op outside of the passes of an iteration.
         add_tokens: Counts tokens in the inputs of an iteration. Engines that know them call it on the first stage.
-        checked: Whether :func:`check_before_training` was called.
     """
 
     def __init__(self, engine: Engine, config: PerseusConfig) -> None:
-        self.checked = dist.is_initialized()
         self.engine = engine
         self.config = config
         self.runtime: PerseusRuntime | None = None
@@ -181,7 +186,9 @@ class Session:
         self.state = SessionState.WAITING
         self._iteration = ExitStack()  # contexts of the current iteration
         self._captured: ExitStack | None = None  # those of the one that is being captured
-        self._graphs = CudaGraphs()
+        step_aside = weakref.WeakMethod(self.step_aside)  # torch keeps the graphs' hooks
+        self._graphs = CudaGraphs(lambda error: (function := step_aside()) and function(error))
+        self._is_checked = dist.is_initialized()
         self._ended = threading.Event()
         self._waits_for: _PlannedEngine | None = None
         self._at_exit = functools.partial(_end_with_process, weakref.ref(self), os.getpid())
@@ -247,12 +254,20 @@ class Session:
         """
         self._when_started(lambda runtime: runtime.add_steps(steps))
 
+    def check_before_training(self) -> None:
+        """Check settings, GPUs and frontier, if ranks were not connected yet when it was attached."""
+        if not self._is_checked:
+            _check_before_training(self.engine, self.config)
+            self._is_checked = True
+
     def start(self) -> PerseusRuntime | None:
         """Create the runtime, unless it exists. All ranks call this together, with a known schedule.
 
         Returns:
             The runtime. None if this engine trains without Perseus, for example because another one is measured.
         """
+        if self.state is SessionState.CLOSED:
+            return None
         if self.state is not SessionState.WAITING:
             return self.runtime
         if self._waits_for is not None and not self._waits_for.is_over():
@@ -266,14 +281,14 @@ class Session:
                     "first is detached, closed or dropped.",
                     *models,
                 )
-            decline(f"rank {dist.get_rank()} still trains a {models[0]} with Perseus, which other ranks have dropped")
+            problem = f"rank {dist.get_rank()} still trains a {models[0]} with Perseus, which other ranks have dropped"
+            withdraw(STARTED, GpuError(problem))
             return None
         try:
             with reported_once():
                 self._start()
         except (ScheduleError, GpuError) as error:
-            may_observe = self.engine.starts_late and self.config.mode == "auto"
-            if self.config.needs_gpu if isinstance(error, GpuError) else not may_observe:
+            if self.config.needs_gpu if isinstance(error, GpuError) else not self._may_train_without:
                 raise
             self.runtime, self.state = None, SessionState.CLOSED
             if dist.get_rank() == 0:
@@ -347,6 +362,27 @@ class Session:
                     stack.enter_context(session.runtime.paused())
             yield
 
+    def step_aside(self, error: Exception) -> None:
+        """Continue to train without Perseus after an error in its own code.
+
+        Before training, the error is raised, except for an engine that starts late.
+        """
+        if self.state is SessionState.WAITING and self._waits_for is None:
+            if isinstance(error, PerseusError) or not self._may_train_without:
+                raise error
+            withdraw(STARTED, ScheduleError(f"rank {dist.get_rank()} trains without Perseus, after {error!r}"))
+        if self.state is not SessionState.CLOSED:
+            logger.error("perseus: %s", _OWN_ERROR, exc_info=error)
+            self.state = SessionState.CLOSED
+            for end in (self.engine.release, self.close):
+                with contextlib.suppress(Exception):  # nothing may reach the user's code
+                    end()
+
+    @property
+    def _may_train_without(self) -> bool:
+        """Whether training continues without Perseus if it cannot be planned."""
+        return self.engine.starts_late and self.config.mode == "auto"
+
     def detach(self) -> None:
         """End the last iteration, reset the clock, and restore the engine."""
         self.engine.release()
@@ -358,6 +394,7 @@ class Session:
     def close(self) -> None:
         """Reset the clock and stop. May be called repeatedly. All ranks call this together."""
         self.state = SessionState.CLOSED
+        self.operation, self.add_tokens = _no_operation, _no_tokens
         self._ended.set()
         self._graphs.remove()
         atexit.unregister(self._at_exit)
@@ -412,10 +449,12 @@ class Session:
         else:
             action(self.runtime)
 
-    def _start(self) -> None:
+    def _describe(self) -> EngineFacts:
         models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
-        facts = dataclasses.replace(self.engine.facts(), models=models, versions=self.engine.versions())
-        self.runtime = PerseusRuntime.start(self.config, facts, self.engine.read, self.engine.check)
+        return dataclasses.replace(self.engine.facts(), models=models, versions=self.engine.versions())
+
+    def _start(self) -> None:
+        self.runtime = PerseusRuntime.start(self.config, self._describe, self.engine.read, self.engine.check)
         self.state = SessionState.BETWEEN
         weakref.finalize(self, self.runtime.close).atexit = False
         atexit.register(self._at_exit)  # called before what the runtime has registered
@@ -474,81 +513,65 @@ def _end_with_process(of: weakref.ref[Session], pid: int) -> None:
             session.close()
 
 
-def attach_to(engine: Engine, config: PerseusConfig) -> Session:
-    """Attach Perseus to an engine. All ranks call this together.
+def attach_to(make: Callable[[], Engine], config: PerseusConfig) -> Session | None:
+    """Attach Perseus to an engine, and return its session. All ranks call this together.
+
+    Args:
+        make: Returns the engine, and raises an error if it cannot be attached to. Not called if Perseus is disabled.
+        config: The settings. If they disable Perseus, the result is None.
 
     Raises:
-        PerseusError: On all ranks, if the frontier of ``run`` mode cannot be used, or, for an engine that starts late,
-            if a rank has no GPU or may not set its clock.
+        PerseusError: On all ranks, if their settings or versions differ, or the frontier of ``run`` mode cannot be
+            used. For an engine that starts late, also if a rank has no GPU or may not set its clock.
     """
+    if not config.enabled:
+        _report_disabled()
+        return None
+    engine = make()
     if dist.is_initialized():
-        check_before_training(engine, config)
+        _check_before_training(engine, config)
     session = Session(engine, config)
     engine.surround(session)
     return session
 
 
-def check_before_training(engine: Engine, config: PerseusConfig) -> None:
-    """Check settings, GPUs and frontier before the schedule is known. All ranks call this together.
+def detach_from(owner: object) -> None:
+    """Detach the session that an object has as ``perseus``, if there is one. All ranks call this together."""
+    session: Session | None = vars(owner).get("perseus")
+    if session is not None:
+        session.detach()
 
-    An error of one rank is raised on all ranks. Ranks that are missing are named after 10 s, and in an error after the
-    timeout of the store.
-    """
-    versions = {**own_versions(), **engine.versions()}
-    own = {"enabled": True, **versions, **config.model_dump(mode="json", exclude=_MAY_DIFFER)}
-    store, number = _store_of_job(), _checks_begun(1)
-    with contextlib.suppress(PerseusError), _checked_by_all(number, own):
+
+def _check_before_training(engine: Engine, config: PerseusConfig) -> None:
+    """Check settings, GPUs and frontier before the schedule is known. All ranks call this together."""
+
+    def settings() -> bytes:
         _check_gpu_and_frontier(engine, config)
-    await_ranks(
-        store, f"perseus/checked/{number}/over", lambda rank: _checks_begun(0, rank) >= number, "call perseus_ds.attach"
-    )
-    kind, _, text = store.compare_set(f"perseus/checked/{number}/error", "", "").decode().partition(":")
-    if kind:
-        raise getattr(errors, kind)(text)
+        versions = {**own_versions(), **engine.versions()}
+        return json.dumps({**versions, **config.model_dump(mode="json", exclude=_MAY_DIFFER)}).encode()
+
+    agree(_CHECKED, "call perseus_ds.attach", settings, _compare_settings)
 
 
-def report_disabled() -> None:
-    """Report to ranks with Perseus that this rank trains without it, at most once per job. Does not wait.
-
-    Raises:
-        ConfigError: A rank with Perseus has already started its checks.
-    """
-    if dist.is_initialized() and _store_of_job().add(f"perseus/disabled/{dist.get_rank()}", 1) == 1:
-        with _checked_by_all(_checks_begun(1), {"enabled": False}):
-            pass
-
-
-def _store_of_job() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _checks_begun(more: int, rank: int | None = None) -> int:
-    """Return the number of checks that a rank, by default this one, has begun."""
-    return int(_store_of_job().add(f"perseus/checks/{dist.get_rank() if rank is None else rank}", more))
-
-
-@contextmanager
-def _checked_by_all(number: int, own: Mapping[str, Any]) -> Iterator[None]:
-    """Context of checks of this rank, after comparing its settings with those of the first rank.
-
-    All ranks are notified of the first error, and when all ranks have finished.
-    """
-    rank, store, key = dist.get_rank(), _store_of_job(), f"perseus/checked/{number}"
-    try:
-        first = json.loads(store.compare_set(f"{key}/settings", "", json.dumps({"rank": rank, **own})))
-        for name, value in own.items():
-            if first.get(name) != value:
+def _compare_settings(parts: list[bytes]) -> bytes:
+    """Raise a ``ConfigError`` if settings or versions of a rank, encoded as JSON, are not those of rank 0."""
+    first, *others = map(json.loads, parts)
+    for rank, own in enumerate(others, start=1):
+        for name in {**first, **own}:
+            if own.get(name) != first.get(name):
                 raise ConfigError(
-                    f"perseus: ranks differ: {name} is {value} on rank {rank}, {first.get(name)} on rank "
-                    f"{first['rank']}. Give all ranks the same perseus block, and install the same versions."
+                    f"perseus: ranks differ: {name} is {own.get(name)} on rank {rank}, {first.get(name)} on rank 0. "
+                    f"{_SAME_ON_ALL}"
                 )
-        yield
-    except PerseusError as error:
-        store.compare_set(f"{key}/error", "", f"{type(error).__name__}:{error}")
-        raise
-    finally:
-        if store.add(f"{key}/ranks", 1) == dist.get_world_size():
-            store.set(f"{key}/over", "")
+    return b""
+
+
+def _report_disabled() -> None:
+    """Report to ranks with Perseus that this rank trains without it, at most once per job. Does not wait."""
+    if dist.is_initialized() and store_of_job().add(f"perseus/disabled/{(rank := dist.get_rank())}", 1) == 1:
+        withdraw(
+            _CHECKED, ConfigError(f"perseus: ranks differ: enabled is False on rank {rank}, not on all. {_SAME_ON_ALL}")
+        )
 
 
 def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:
@@ -605,7 +628,7 @@ def _is_first_to_print(text: str) -> bool:
     key = f"perseus/error/{hashlib.sha256(text.encode()).hexdigest()}"
     if dist.is_initialized():
         with contextlib.suppress(Exception):  # the store may have ended with rank 0
-            return bool(_store_of_job().add(key, 1) == 1)
+            return bool(store_of_job().add(key, 1) == 1)
     elif os.environ.get("RANK", "0") == "0":
         return True
     time.sleep(5.0)  # a launcher, which may poll once a second, ends the other ranks after the first has failed

@@ -25,10 +25,11 @@ class CudaGraphs:
         capturing: The graph that is being captured. None if there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: Callable[[Exception], object]) -> None:
+        """Wrap the graphs. ``on_error`` receives errors of Perseus's own code."""
         self.capturing: Any = None
         self._around: weakref.WeakKeyDictionary[Any, Callable[[Run], Any]] = weakref.WeakKeyDictionary()
-        self._hooks = Hooks()
+        self._hooks = Hooks(on_error)
         for name, around in (("capture_begin", self._begin), ("capture_end", self._end), ("replay", self._replay)):
             self._hooks.surround(torch.cuda.CUDAGraph, name, around)
 

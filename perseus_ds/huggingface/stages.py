@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -50,11 +50,11 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from typing_extensions import Unpack
 
 from perseus_ds.artifacts.layout import EMBEDDING, HEAD, Part, kind_of_layer
+from perseus_ds.client.agreement import agree
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.huggingface.hub import HubOptions, read_from_hub
 from perseus_ds.layouts.partition import uniform_cut
 
-T = TypeVar("T")
 logger = logging.getLogger("perseus_ds")
 _INDEX = "model.safetensors.index.json"
 # Names of a text model's weights in a model that also has images or sound, and in the text model alone.
@@ -743,21 +743,24 @@ def save_pretrained(trained: Any, folder: Path | str) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _on_all_ranks(do: Callable[[], T]) -> list[T]:
+def _on_all_ranks(do: Callable[[], Any]) -> list[Any]:
     """Return the results of all ranks' calls on every rank, or raise an error if one of them fails."""
-    own: tuple[T | None, str]
-    try:
-        own = do(), ""
-    except Exception as error:
-        own = None, f"{type(error).__name__}: {error}"
-    every: list[Any] = [own]
-    if dist.is_initialized():
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, own)
-    for rank, (_, failure) in enumerate(every):
-        if failure:
-            raise PerseusError(f"save_pretrained: rank {rank} could not write its part of the model ({failure}).")
-    return [result for result, _ in every]
+
+    def part() -> bytes:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        try:
+            return json.dumps(do()).encode()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise PerseusError(
+                f"save_pretrained: rank {rank} could not write its part of the model ({reason})."
+            ) from error
+
+    if not dist.is_initialized():
+        return [json.loads(part())]
+    answer = agree("saved", "write its part of the model", part, lambda parts: b"[" + b",".join(parts) + b"]")
+    results: list[Any] = json.loads(answer)
+    return results
 
 
 def _stages_in(trained: Any) -> list[Stage]:

@@ -1,7 +1,5 @@
 """The parts of each stage that engines find in models."""
 
-from types import SimpleNamespace
-
 import one_rank_engine
 import pytest
 import torch
@@ -11,9 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from perseus_ds.artifacts.layout import Layout, Part
-from perseus_ds.engines.deepspeed.engine import _parts_of
-from perseus_ds.engines.megatron.engine import parts_of_chunk
-from perseus_ds.engines.torch_pipelining.engine import parts_of_module
+from perseus_ds.engines.layers import parts_of_gpt, parts_of_module, parts_of_pipeline_module
 from perseus_ds.huggingface.stages import build_stage
 from perseus_ds.layouts.notations import spelled
 
@@ -28,6 +24,14 @@ class Block(nn.Module):
 
 class MoE(nn.Linear):
     pass
+
+
+class Wrapper(nn.Module):
+    """As Megatron's ``Float16Module`` and ``DistributedDataParallel``."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
 
 
 class Titan(nn.Module):
@@ -79,15 +83,15 @@ def test_chunks_of_megatron_have_embedding_layers_mtp_and_head():
     model.decoder.layers = nn.ModuleList([layer(nn.Linear(WIDTH, WIDTH)), layer(MoE(WIDTH, WIDTH))])
     model.mtp.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
     model.output_layer = nn.Linear(WIDTH, 8)
-    wrapped = SimpleNamespace(module=SimpleNamespace(module=model))
-    assert [part.kind for part in parts_of_chunk(wrapped)] == ["embedding", "dense", "moe", "mtp", "head"]
-    assert parts_of_chunk(nn.Linear(WIDTH, WIDTH)) is None
+    wrapped = Wrapper(Wrapper(model))
+    assert [part.kind for part in parts_of_gpt(wrapped)] == ["embedding", "dense", "moe", "mtp", "head"]
+    assert parts_of_gpt(nn.Linear(WIDTH, WIDTH)) is None
 
 
 @pytest.mark.integration
 def test_layers_of_a_pipeline_module_are_its_parts(tmp_path):
     with one_rank_engine.one_rank(tmp_path):
-        parts = _parts_of(one_rank_engine.module(layers=3))
+        parts = parts_of_pipeline_module(one_rank_engine.module(layers=3))
     assert [(part.kind, part.names) for part in parts] == [("Layer", [str(index)]) for index in range(3)]
     assert parts[0].parameters > 0
 

@@ -3,9 +3,9 @@
 import importlib.metadata
 import inspect
 import os
+import re
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import parse_block
 from perseus_ds.engines.engine import Engine, attach_to, fingerprint
-from perseus_ds.errors import ConfigError, GpuError
+from perseus_ds.errors import ConfigError, GpuError, PerseusError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
 
@@ -102,7 +102,7 @@ def test_an_engine_of_a_few_methods_trains_in_auto_mode_and_is_left_as_it_was(tm
     block = {"device": "simulated", "simulated": simulated, "profile": profile, "cache": False}
     trainer = Trainer()
     before = set(vars(trainer)), trainer.around
-    session = attach_to(TrainerEngine(trainer), parse_block({**block, "output_dir": str(tmp_path)}))
+    session = attach_to(lambda: TrainerEngine(trainer), parse_block({**block, "output_dir": str(tmp_path)}))
     losses = train(trainer, 1)
     while session.phase != "run":
         losses += train(trainer, 1)
@@ -127,16 +127,27 @@ def test_a_model_with_other_times_has_another_fingerprint():
     assert len({same, *others, fingerprint([models[0]], "others")}) == 5
 
 
-def test_ranks_with_other_versions_are_an_error_before_training(tmp_path, monkeypatch):
+def test_ranks_with_other_versions_are_an_error_of_all_before_training(tmp_path, monkeypatch, ranks):
     config = parse_block({"mode": "observe", "device": "simulated", "output_dir": str(tmp_path)})
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(ConfigError, match=r"rank 1 did not call perseus_ds\.attach within the timeout"):
-        attach_to(TrainerEngine(Trainer()), config)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.0.1")
-    with pytest.raises(ConfigError, match=r"ranks differ: torch is 0\.0\.1 on rank 1, .* install the same versions"):
-        attach_to(TrainerEngine(Trainer()), config)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: f"0.0.{dist.get_rank()}")
+    expected = r"ranks differ: torch is 0\.0\.1 on rank 1, 0\.0\.0 on rank 0\. .* install the same versions"
+    for error in ranks(2, lambda: attach_to(lambda: TrainerEngine(Trainer()), config)):
+        assert isinstance(error, ConfigError)
+        assert re.search(expected, str(error))
+
+
+def test_an_engine_that_cannot_describe_itself_is_an_error_on_all_ranks(tmp_path, monkeypatch):
+    def facts(engine):
+        raise KeyError("no such group")
+
+    monkeypatch.setattr(TrainerEngine, "facts", facts)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    trainer = Trainer()
+    block = {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path)}
+    session = attach_to(lambda: TrainerEngine(trainer), parse_block(block))
+    with pytest.raises(PerseusError, match=r"rank 0: KeyError\('no such group'\)"):
+        train(trainer, 1)
+    session.detach()
 
 
 def test_a_package_that_is_not_installed_but_in_pythons_path_trains_too(tmp_path, monkeypatch):
@@ -146,7 +157,7 @@ def test_a_package_that_is_not_installed_but_in_pythons_path_trains_too(tmp_path
     monkeypatch.setattr(importlib.metadata, "version", version)
     block = {"mode": "observe", "device": "simulated", "output_dir": str(tmp_path)}
     trainer = Trainer()
-    session = attach_to(TrainerEngine(trainer), parse_block(block))
+    session = attach_to(lambda: TrainerEngine(trainer), parse_block(block))
     train(trainer, 2)
     session.detach()
     assert len(run_log.iterations(run_log.records(tmp_path))) == 2
@@ -160,12 +171,12 @@ def test_a_gpu_that_cannot_be_used_ends_no_job_unless_it_is_required(tmp_path, m
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     block = {"device": "simulated", "output_dir": str(tmp_path)}
     trainer = Trainer()
-    attach_to(TrainerEngine(trainer), parse_block(block))
+    attach_to(lambda: TrainerEngine(trainer), parse_block(block))
     assert train(trainer, 2) == train(Trainer(), 2)
     expected = "perseus: GPU 1 fell off the bus. Training continues without Perseus."
     assert [record.getMessage() for record in caplog.records] == [expected]
     required = Trainer()
-    session = attach_to(TrainerEngine(required), parse_block({**block, "required": True}))
+    session = attach_to(lambda: TrainerEngine(required), parse_block({**block, "required": True}))
     with pytest.raises(GpuError, match="fell off the bus"):
         train(required, 1)
     session.detach()
@@ -177,7 +188,7 @@ from test_third_engine import Trainer, TrainerEngine, attach_to, parse_block, tr
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 trainer = Trainer()
 block = {"mode": "observe", "device": "simulated", "output_dir": sys.argv[1]}
-attach_to(TrainerEngine(trainer), parse_block(block))
+attach_to(lambda: TrainerEngine(trainer), parse_block(block))
 train(trainer, 3)
 dist.destroy_process_group()
 """

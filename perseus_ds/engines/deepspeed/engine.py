@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from perseus_ds.artifacts.layout import Part
 from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.config import PerseusConfig, misspelt_block, settings_of
@@ -24,13 +22,14 @@ from perseus_ds.engines.engine import (
     Engine,
     Session,
     attach_to,
+    detach_from,
     fingerprint,
-    report_disabled,
     reported_once,
     require,
     token_ids,
 )
-from perseus_ds.engines.hooks import Hooks
+from perseus_ds.engines.hooks import Hooks, Method
+from perseus_ds.engines.layers import parts_of_huggingface, parts_of_pipeline_module
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind
@@ -38,7 +37,6 @@ from perseus_ds.pipeline.schedule import Compute, Other, Schedule
 
 logger = logging.getLogger("perseus_ds")
 E = TypeVar("E")
-Method = Callable[..., Any]
 _ENGINE = (
     *("train_batch", "eval_batch", "_exec_schedule", "load_checkpoint", "destroy", "train_batch_size"),
     *("steps_per_print", "module", "grid", "micro_batches", "micro_batch_size", "num_stages", "stage_id", "device"),
@@ -54,7 +52,7 @@ class DeepSpeedEngine(Engine):
         """Wrap an engine of any class derived from DeepSpeed's ``PipelineEngine``."""
         self._engine = engine
         self._session: Session
-        self._hooks = Hooks()
+        self._hooks: Hooks
         self._schedule: Any = None  # of the current iteration
         self._order: tuple[type, int] | None = None
         self._reader = RepeatedReader(0, 1, batched=False)
@@ -66,9 +64,7 @@ class DeepSpeedEngine(Engine):
 
     def facts(self) -> EngineFacts:
         engine, grid = self._engine, self._engine.grid
-        module = engine.module
-        # A stage of a Hugging Face model is a single layer of the PipelineModule.
-        own = getattr(getattr(next(iter(module.forward_funcs), None), "stage", None), "layout_parts", None)
+        first = next(iter(engine.module.forward_funcs), None)
         return EngineFacts(
             pipeline=tuple(grid.pp_group),
             copies=tuple(dist.get_process_group_ranks(grid.get_data_parallel_group())),
@@ -78,9 +74,9 @@ class DeepSpeedEngine(Engine):
             monitor=engine.monitor,
             steps_per_print=engine.steps_per_print(),
             steps=engine.global_steps,
-            engine="deepspeed" if own is None else "huggingface",
-            parts={engine.stage_id: _parts_of(module) if own is None else own},
-            tied=bool(module.tied_comms),
+            engine="deepspeed" if parts_of_huggingface(getattr(first, "stage", None)) is None else "huggingface",
+            parts={engine.stage_id: parts_of_pipeline_module(engine.module)},
+            tied=bool(engine.module.tied_comms),
         )
 
     def read(self) -> Schedule:
@@ -103,6 +99,7 @@ class DeepSpeedEngine(Engine):
 
     def surround(self, session: Session) -> None:
         self._session = self._engine.perseus = session
+        self._hooks = Hooks(session.step_aside)
         for name, around in (
             ("train_batch", self.train_batch),
             ("_exec_schedule", self.execute),
@@ -114,7 +111,7 @@ class DeepSpeedEngine(Engine):
 
     def release(self) -> None:
         self._hooks.remove()
-        del self._engine.perseus
+        vars(self._engine).pop("perseus", None)
 
     def versions(self) -> dict[str, str]:
         return {"deepspeed": str(deepspeed_version())}
@@ -156,16 +153,14 @@ class DeepSpeedEngine(Engine):
 
     def load(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint, and report the training step at which it was saved."""
-        path, client_state = method(*args, **kwargs)
-        if path is not None:
-            (client_state or {}).pop("perseus_ds", None)  # of versions before 0.2.0
-            self._session.set_steps(self._engine.global_steps)
-        return path, client_state
+        loaded = method(*args, **kwargs)
+        self._session.set_steps(self._engine.global_steps)
+        return loaded
 
-    def destroy(self, method: Method) -> None:
+    def destroy(self, method: Method, *args: Any, **kwargs: Any) -> None:
         """Reset the clock and release DeepSpeed's resources."""
         self._session.close()
-        method()
+        method(*args, **kwargs)
 
     def _trains_by(self, pipe_schedule: Any) -> bool:
         # A train_batch of a client may also evaluate.
@@ -179,26 +174,29 @@ class DeepSpeedEngine(Engine):
 
     def _surrounded(self, commands: Iterable[Any]) -> Iterator[Any]:
         """Yield the commands of a step, each surrounded from when the engine takes it until it takes the next one."""
+        begin, end = self._hooks.guarded(self._begin), self._hooks.guarded(_end)
         for command in commands:
-            around = self._surround(command)
-            if around is NOTHING:  # a no-op in most cases, for which two calls are saved
-                yield command
-            else:
-                with around:
-                    yield command
+            around = begin(command)
+            yield command
+            if around is not None:
+                end(around)
 
-    def _surround(self, command: Any) -> AbstractContextManager[None]:
-        """Return the context of a command that the engine is about to execute. Not a generator, to be fast."""
+    def _begin(self, command: Any) -> AbstractContextManager[None] | None:
+        """Enter and return the context of a command that the engine is about to execute. None if there is none."""
         operations = self._reader.read(command)
         if not operations:
-            return NOTHING
-        operation = operations[0]
+            return None
+        operation, shapes = operations[0], None
         if isinstance(operation, Compute) and operation.instruction.kind is Kind.FORWARD:
             inputs = self._inputs_of(command.kwargs)
             if operation.instruction.stage == 0:
                 self._session.add_tokens(token_ids(inputs))
-            return self._session.operation(operation, tuple([tensor.shape for tensor in inputs]))
-        return self._session.operation(operation)
+            shapes = tuple([tensor.shape for tensor in inputs])
+        around = self._session.operation(operation, shapes)
+        if around is NOTHING:
+            return None
+        around.__enter__()
+        return around
 
     def _inputs_of(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return the tensors that a command reads. Empty if the engine stores them in an unknown way."""
@@ -208,19 +206,6 @@ class DeepSpeedEngine(Engine):
             return tuple([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)])
         except (AttributeError, IndexError, KeyError, TypeError):
             return ()
-
-
-def _parts_of(module: Any) -> list[Part]:
-    """Return the layers of this rank's stage of a ``PipelineModule``, some of which may be functions."""
-    parts = []
-    for index, layer in enumerate(module.forward_funcs, module.parts[module.stage_id]):
-        inner, run = layer, layer
-        if isinstance(layer, functools.partial) and layer.args:  # a tied layer with its own forward function
-            inner, run = layer.args[0], layer.func
-        kind = getattr(run, "__name__", type(run).__name__)
-        parameters = sum(p.numel() for p in inner.parameters()) if isinstance(inner, torch.nn.Module) else 0
-        parts.append(Part(kind=kind, names=[str(index)], parameters=parameters))
-    return parts
 
 
 def _commands_of(pipe_schedule: Any) -> list[Any]:
@@ -239,6 +224,10 @@ class _Step(list[Any]):
         return self._surrounded(super().__iter__())
 
 
+def _end(around: AbstractContextManager[None]) -> None:
+    around.__exit__(None, None, None)
+
+
 def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
     """Attach Perseus to an engine. See :func:`perseus_ds.attach`.
 
@@ -249,11 +238,11 @@ def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
 
 def detach(engine: E) -> E:
     """Restore an engine to its state before :func:`attach`, and reset the clock."""
-    if "perseus" in vars(engine):
-        engine.perseus.detach()  # type: ignore[attr-defined]
+    detach_from(engine)
     return engine
 
 
+@reported_once()
 def attach_if_configured(
     engine: E, block: Any = None, otherwise: PerseusConfig | None = None, *, is_launched: bool = False
 ) -> E:
@@ -265,28 +254,28 @@ def attach_if_configured(
     if "perseus" in vars(engine):
         return engine
     of_deepspeed: Any = engine
-    with reported_once():
-        count_tokens(of_deepspeed)
-        settings = settings_of(_block_of(of_deepspeed) if block is None else block) or otherwise
-        if settings is None:
-            if is_launched and of_deepspeed.global_rank == 0:
-                logger.warning(
-                    'perseus: the job trains without Perseus: its DeepSpeed config has no block "perseus", and the '
-                    "variable PERSEUS is not set."
-                )
-            return engine
-        if not settings.enabled:
-            report_disabled()
-            return engine
-        if not isinstance(engine, PipelineEngine):
-            raise ConfigError(
-                f"perseus: the model is a {type(of_deepspeed.module).__name__}, expected a "
-                "deepspeed.pipe.PipelineModule: Perseus plans the clocks of pipeline stages. Write the model as a "
-                'PipelineModule, or set "perseus": {"enabled": false}.'
-            )
-        check_engine(engine)
-        attach_to(DeepSpeedEngine(engine), settings)
+    count_tokens(of_deepspeed)
+    settings = settings_of(_block_of(of_deepspeed) if block is None else block) or otherwise
+    if settings is not None:
+        attach_to(lambda: _checked(engine), settings)
+    elif is_launched and of_deepspeed.global_rank == 0:
+        logger.warning(
+            'perseus: the job trains without Perseus: its DeepSpeed config has no block "perseus", and the '
+            "variable PERSEUS is not set."
+        )
     return engine
+
+
+def _checked(engine: Any) -> DeepSpeedEngine:
+    """Return the engine to which Perseus can be attached. Raises an error if it cannot."""
+    if not isinstance(engine, PipelineEngine):
+        raise ConfigError(
+            f"perseus: the model is a {type(engine.module).__name__}, expected a deepspeed.pipe.PipelineModule: "
+            "Perseus plans the clocks of pipeline stages. Write the model as a PipelineModule, or set "
+            '"perseus": {"enabled": false}.'
+        )
+    check_engine(engine)
+    return DeepSpeedEngine(engine)
 
 
 def _block_of(engine: Any) -> Any:

@@ -17,22 +17,20 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from perseus_ds.artifacts.layout import EMBEDDING, HEAD, MTP, Part, kind_of_layer
 from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
     Session,
     attach_to,
-    check_before_training,
+    detach_from,
     fingerprint,
     ranks_of,
-    report_disabled,
     reported_once,
     require,
-    sessions,
 )
-from perseus_ds.engines.hooks import Hooks
+from perseus_ds.engines.hooks import Call, Hooks, Method
+from perseus_ds.engines.layers import parts_of_gpt, unwrapped
 from perseus_ds.engines.megatron.order import Backward, Forward, OrderRecorder
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind
@@ -41,7 +39,6 @@ from perseus_ds.pipeline.schedule import Compute, Exchange, Schedule
 logger = logging.getLogger("perseus_ds")
 T = TypeVar("T")
 V = TypeVar("V")
-Method = Callable[..., Any]
 _PIPELINED = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
 _SINGLE = "forward_backward_no_pipelining"
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
@@ -53,28 +50,29 @@ _CAPTURED_FIRST = (
 )
 
 
+@reported_once()
 def attach(target: T, config: Mapping[str, Any] | None = None) -> T:
     """Attach Perseus to all training by Megatron-Core in this process. See :func:`perseus_ds.attach`."""
-    with reported_once():
-        settings = settings_of(config) or PerseusConfig.model_validate({})
-        if not settings.enabled:
-            report_disabled()
-            return target
-        schedules = importlib.import_module(_SCHEDULES)
-        core, parallel_state = sys.modules["megatron.core"], sys.modules["megatron.core.parallel_state"]
-        # A FullCudaGraphWrapper contains the function that it captures.
-        function = getattr(target, "forward_backward_func", target)
-        name = getattr(function, "__name__", type(function).__name__)
-        if target is not core and name not in (*_PIPELINED, _SINGLE):
-            raise ConfigError(
-                "perseus: expected the module megatron.core, the function returned by its get_forward_backward_func(), "
-                f"or a FullCudaGraphWrapper, got {name}."
-            )
-        if _attached() is None:
-            check_megatron(core, schedules, parallel_state)
-            attach_to(MegatronEngine(core, schedules, parallel_state), settings)
-        elif config is not None:
-            raise ConfigError("perseus: it is attached to Megatron-Core already. Call detach(megatron.core) before.")
+    settings = settings_of(config) or PerseusConfig.model_validate({})
+    schedules = importlib.import_module(_SCHEDULES)
+    core, parallel_state = sys.modules["megatron.core"], sys.modules["megatron.core.parallel_state"]
+    # A FullCudaGraphWrapper contains the function that it captures.
+    function = getattr(target, "forward_backward_func", target)
+    name = getattr(function, "__name__", type(function).__name__)
+    if target is not core and name not in (*_PIPELINED, _SINGLE):
+        raise ConfigError(
+            "perseus: expected the module megatron.core, the function returned by its get_forward_backward_func(), "
+            f"or a FullCudaGraphWrapper, got {name}."
+        )
+
+    def checked() -> MegatronEngine:
+        check_megatron(core, schedules, parallel_state)
+        return MegatronEngine(core, schedules, parallel_state)
+
+    if "perseus" not in vars(core):
+        attach_to(checked, settings)
+    elif config is not None and settings.enabled:
+        raise ConfigError("perseus: it is attached to Megatron-Core already. Call detach(megatron.core) before.")
     if target is core:
         return target
     if function is target:
@@ -88,17 +86,11 @@ def detach(target: T) -> T:
 
     All ranks call this together.
     """
-    session = _attached()
-    if session is not None:
-        session.detach()
+    detach_from(sys.modules["megatron.core"])
     if hasattr(target, "forward_backward_func"):
         function = target.forward_backward_func
         target.forward_backward_func = getattr(function, "__wrapped__", function)
     return getattr(target, "__wrapped__", target)
-
-
-def _attached() -> Session | None:
-    return next((session for session in sessions() if isinstance(session.engine, MegatronEngine)), None)
 
 
 class MegatronEngine(Engine):
@@ -114,7 +106,7 @@ class MegatronEngine(Engine):
         self._core = core
         self._schedules = schedules
         self._parallel_state = parallel_state
-        self._hooks = Hooks()
+        self._hooks: Hooks
         self._optimizers: set[type] = set()
         self._steps_under_way = 0
         self._orders: dict[Hashable, Schedule | ScheduleError] = {}
@@ -142,7 +134,7 @@ class MegatronEngine(Engine):
         device = next((parameter.device for parameter in parameters), None) or self.device()
         assert device is not None, "a process that trains has chosen its GPU"
         stages = range(self._pp_group.rank(), len(self._model) * self._pp_group.size(), self._pp_group.size())
-        parts = {stage: parts_of_chunk(chunk) for stage, chunk in zip(stages, self._model, strict=True)}
+        parts = {stage: parts_of_gpt(chunk) for stage, chunk in zip(stages, self._model, strict=True)}
         return EngineFacts(
             pipeline=ranks_of(self._pp_group),
             copies=self._copies(),
@@ -192,6 +184,7 @@ class MegatronEngine(Engine):
 
     def surround(self, session: Session) -> None:
         self._session = self._core.perseus = session
+        self._hooks = Hooks(session.step_aside)
         self._hooks.surround(self._schedules, _SINGLE, self._single_stage)
         for name in _PIPELINED:
             self._hooks.surround(self._schedules, name, functools.partial(self._iteration, name))
@@ -202,7 +195,7 @@ class MegatronEngine(Engine):
 
     def release(self) -> None:
         self._hooks.remove()
-        del self._core.perseus
+        vars(self._core).pop("perseus", None)
 
     def _single_stage(self, method: Method, *args: Any, **kwargs: Any) -> Any:
         self._warn("the pipeline has a single stage, so no instruction waits for another, and there is nothing to plan")
@@ -243,9 +236,7 @@ class MegatronEngine(Engine):
                 "perseus: Megatron-Core has no groups of ranks. Call parallel_state.initialize_model_parallel() before "
                 "the first iteration."
             )
-        if not self._session.checked:  # attached before torch.distributed was initialized
-            check_before_training(self, self._session.config)
-            self._session.checked = True
+        self._session.check_before_training()  # if it was attached before torch.distributed was initialized
         model, communicator = kwargs["model"], kwargs.get("p2p_communicator")
         self._model = model if isinstance(model, list) else [model]
         self._config = self._schedules.get_model_config(self._model[0])
@@ -321,8 +312,8 @@ class MegatronEngine(Engine):
         graphs = [getattr(self._config, name, None) for name in ("cuda_graph_impl", "cuda_graph_scope")]
         return "full_iteration" in re.findall(r"\w+", str(graphs))  # strings, or members of an enumeration
 
-    def _forward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        given = _by_name(method, args, kwargs)
+    def _forward(self, method: Call, *args: Any, **kwargs: Any) -> Any:
+        given = _by_name(method.method, args, kwargs)
         forward = given("vp_stage") or 0, given("current_microbatch"), given("input_tensor")
         run = functools.partial(method, *args, **kwargs)
         found = self._pass(run, forward, None, lambda found: (found[0], None))
@@ -330,14 +321,14 @@ class MegatronEngine(Engine):
             self._session.add_tokens(_tokens_in_activations(found[0]))
         return found
 
-    def _backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
-        given = _by_name(method, args, kwargs)
+    def _backward(self, method: Call, *args: Any, **kwargs: Any) -> Any:
+        given = _by_name(method.method, args, kwargs)
         backward = given("output_tensor"), given("output_tensor_grad")
         return self._pass(functools.partial(method, *args, **kwargs), None, backward, lambda found: (None, found))
 
-    def _forward_backward(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+    def _forward_backward(self, method: Call, *args: Any, **kwargs: Any) -> Any:
         """Surround a step of combined 1F1B: a forward and a backward as one, or one of them alone at its ends."""
-        given = _by_name(method, args, kwargs)
+        given = _by_name(method.method, args, kwargs)
         chunk, micro_batch = given("f_model_chunk_id") or 0, given("current_microbatch")
         forward = None if given("f_model") is None else (chunk, micro_batch, given("input_tensor"))
         backward = None if given("b_model") is None else (given("b_output_tensor"), given("b_output_tensor_grad"))
@@ -345,7 +336,8 @@ class MegatronEngine(Engine):
             run = functools.partial(method, *args, **kwargs)
             return self._pass(run, forward, backward, lambda found: (found[0], found[2]))
         with ExitStack() as step:
-            begin = functools.partial(step.enter_context, self._next(*_kind_of(forward, backward)))
+            operation = self._next(*_kind_of(forward, backward))
+            begin = self._hooks.guarded(lambda: step.enter_context(operation))
             # The step begins when it has received its gradients.
             return method(*args, **{**kwargs, "pre_backward": lambda *given: (receive(*given), begin())})
 
@@ -456,34 +448,6 @@ def _by_name(function: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 @functools.cache
 def _parameters(function: Method) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
-
-
-def parts_of_chunk(chunk: Any) -> list[Part] | None:
-    """Return the parts of a model chunk in order. None if it is not structured like Megatron-Core's GPT."""
-    module = unwrapped(chunk)
-    is_gpt = all(hasattr(module, name) for name in ("pre_process", "post_process", "decoder"))
-    if not is_gpt or hasattr(module, "encoder"):  # T5 has both
-        return None
-    parts = [_part(EMBEDDING, module.embedding)] if module.pre_process else []
-    parts += [
-        _part(kind_of_layer([type(layer.mlp)]) if hasattr(layer, "mlp") else type(layer).__name__, layer)
-        for layer in getattr(
-            module.decoder, "layers", ()
-        )  # a stage of its own for multi-token prediction has no decoder
-    ]
-    parts += [_part(MTP, layer) for layer in getattr(getattr(module, "mtp", None), "layers", ())]
-    return parts + ([_part(HEAD, module.output_layer)] if module.post_process else [])
-
-
-def unwrapped(chunk: Any) -> Any:
-    """Return a model chunk without its wrappers, such as ``DistributedDataParallel``."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
-def _part(kind: str, module: torch.nn.Module) -> Part:
-    return Part(kind=kind, parameters=sum(parameter.numel() for parameter in module.parameters()))
 
 
 OLDEST_MEGATRON = "0.14.0"

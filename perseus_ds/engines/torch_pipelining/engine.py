@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,28 +15,26 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from packaging.version import Version
-from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from perseus_ds.artifacts.layout import EMBEDDING, HEAD, Part, kind_of_layer
 from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
     Session,
     attach_to,
+    detach_from,
     fingerprint,
     ranks_of,
-    report_disabled,
     reported_once,
     require,
     token_ids,
 )
-from perseus_ds.engines.hooks import Hooks
+from perseus_ds.engines.hooks import Hooks, Method
+from perseus_ds.engines.layers import parts_of_huggingface, parts_of_module, unwrapped
 from perseus_ds.engines.torch_pipelining.order import (
     KINDS,
     OF_STAGES,
@@ -53,46 +51,44 @@ from perseus_ds.pipeline.schedule import Compute, Operation, Other, Schedule
 
 logger = logging.getLogger("perseus_ds")
 S = TypeVar("S")
-Method = Callable[..., Any]
 
 
+@reported_once()
 def attach(
     schedule: S, config: Mapping[str, Any] | None = None, *, pipeline: Any = None, data_parallel: Any = None
 ) -> S:
     """Attach Perseus to a schedule of torch. See :func:`perseus_ds.attach`."""
-    target: Any = schedule
-    with reported_once():
-        settings = settings_of(config) or PerseusConfig.model_validate({})
-        count_tokens(target, pipeline, data_parallel)
-        check_huggingface_stages(target)
-        if not settings.enabled:
-            report_disabled()
-        if not settings.enabled or hasattr(target, "perseus"):
-            return schedule
-        check_schedule(target)
-        stage = stages_of(target)[0]
-        rank, ours = dist.get_rank(), ranks_of(stage.group if pipeline is None else pipeline)
-        copies = None if data_parallel is None else ranks_of(data_parallel)
-        if rank not in ours or (copies is not None and rank not in copies):
-            raise ConfigError(
-                f"perseus: rank {rank} is not in its own pipeline {ours} or data_parallel group {copies}."
-            )
-        if len(ours) != stage.group_size:
-            raise ConfigError(
-                f"perseus: the pipeline has ranks {ours}, expected the {stage.group_size} ranks of the "
-                "process group of its stages."
-            )
-        engine = TorchSchedule(target, ours, copies)
-        try:
-            target.perseus = attach_to(engine, settings)
-        except ScheduleError as error:  # on all ranks, if on one
-            if settings.mode != "auto" or settings.required:
-                raise
-            if rank == 0:
-                logger.warning("perseus: %s This job is only observed, without plans.", error)
-            engine.order_is_known = False
-            target.perseus = attach_to(engine, settings.model_copy(update={"mode": "observe"}))
+    settings = settings_of(config) or PerseusConfig.model_validate({})
+    count_tokens(schedule, pipeline, data_parallel)
+    check_huggingface_stages(schedule)
+    if "perseus" in vars(schedule):
+        return schedule
+    try:
+        attach_to(lambda: _checked(schedule, pipeline, data_parallel), settings)
+    except ScheduleError as error:  # on all ranks, if on one
+        if settings.mode != "auto" or settings.required:
+            raise
+        if dist.get_rank() == 0:
+            logger.warning("perseus: %s This job is only observed, without plans.", error)
+        observing = settings.model_copy(update={"mode": "observe"})
+        attach_to(lambda: _checked(schedule, pipeline, data_parallel, order_is_known=False), observing)
     return schedule
+
+
+def _checked(schedule: Any, pipeline: Any, data_parallel: Any, *, order_is_known: bool = True) -> TorchSchedule:
+    """Return the engine of a schedule to which Perseus can be attached. Raises an error if it cannot."""
+    check_schedule(schedule)
+    stage = stages_of(schedule)[0]
+    rank, ours = dist.get_rank(), ranks_of(stage.group if pipeline is None else pipeline)
+    copies = None if data_parallel is None else ranks_of(data_parallel)
+    if rank not in ours or (copies is not None and rank not in copies):
+        raise ConfigError(f"perseus: rank {rank} is not in its own pipeline {ours} or data_parallel group {copies}.")
+    if len(ours) != stage.group_size:
+        raise ConfigError(
+            f"perseus: the pipeline has ranks {ours}, expected the {stage.group_size} ranks of the process group of "
+            "its stages."
+        )
+    return TorchSchedule(schedule, ours, copies, order_is_known=order_is_known)
 
 
 def count_tokens(schedule: Any, pipeline: Any, data_parallel: Any) -> None:
@@ -127,7 +123,7 @@ def count_tokens(schedule: Any, pipeline: Any, data_parallel: Any) -> None:
 def check_huggingface_stages(schedule: Any) -> None:
     """Raise a ``ConfigError`` before training if stages of a Hugging Face model could not be saved after it."""
     for stage in stages_of(schedule):
-        if huggingface_parts(getattr(stage, "submod", None)) is not None:
+        if parts_of_huggingface(getattr(stage, "submod", None)) is not None:
             from perseus_ds.huggingface.stages import check_can_be_saved  # it needs transformers
 
             check_can_be_saved(stage.submod)
@@ -138,9 +134,7 @@ def detach(schedule: S) -> S:
 
     All ranks call this together.
     """
-    session = vars(schedule).pop("perseus", None)
-    if session is not None:
-        session.detach()
+    detach_from(schedule)
     return schedule
 
 
@@ -151,12 +145,19 @@ class TorchSchedule(Engine):
     as often as in the first iteration, or else with the next ``step()``, an ``eval()``, or the end of the session.
     """
 
-    def __init__(self, schedule: Any, pipeline: tuple[int, ...], data_parallel: tuple[int, ...] | None) -> None:
+    def __init__(
+        self,
+        schedule: Any,
+        pipeline: tuple[int, ...],
+        data_parallel: tuple[int, ...] | None,
+        *,
+        order_is_known: bool,
+    ) -> None:
         self._schedule = schedule
         self._pipeline = pipeline
         self._data_parallel = data_parallel
-        self.order_is_known = True
-        self._hooks = Hooks()
+        self._order_is_known = order_is_known
+        self._hooks: Hooks
         # Original functions of register_custom_function by their actions.
         self._custom: dict[Any, Method] = {}
         # Whether a user's function is running a whole pass, or torch a whole reduction.
@@ -186,7 +187,7 @@ class TorchSchedule(Engine):
             stage.stage_index: parts_of_module(stage.submod, is_first=stage.is_first, is_last=stage.is_last)
             for stage in stages
         }
-        is_huggingface = huggingface_parts(stages[0].submod) is not None
+        is_huggingface = parts_of_huggingface(stages[0].submod) is not None
         return EngineFacts(
             pipeline=self._pipeline,
             copies=self._data_parallel,
@@ -197,24 +198,25 @@ class TorchSchedule(Engine):
         )
 
     def check_order(self) -> None:
-        if self.order_is_known:
+        if self._order_is_known:
             read_order(self._schedule)
 
     def read(self) -> Schedule:
-        if not self.order_is_known:
+        if not self._order_is_known:
             tail = Compute(Instruction(stages_of(self._schedule)[0].stage_index, Kind.TAIL, 0))
             return Schedule(type(self._schedule).__name__, int(self._schedule._n_microbatches), ((tail,),))
         order = read_order(self._schedule)
         return replace(order, ranks=(order.ranks[self._pipeline.index(dist.get_rank())],))
 
     def surround(self, session: Session) -> None:
-        self._session = session
+        self._session = self._schedule.perseus = session
+        self._hooks = Hooks(session.step_aside)
         self._hooks.surround(self._schedule, "step", self._step)
         # Torch keeps the hook, which must not keep a schedule that is dropped.
         has_stepped = weakref.WeakMethod(self._optimizer_has_stepped)
         self._optimizer_hook = register_optimizer_step_post_hook(lambda *_: (found := has_stepped()) and found())
         weakref.finalize(self, self._optimizer_hook.remove).atexit = False
-        if not self.order_is_known:
+        if not self._order_is_known:
             return
         self._hooks.surround(self._schedule, "_maybe_compute_loss", self._compute_loss)
         for stage in stages_of(self._schedule):
@@ -229,6 +231,7 @@ class TorchSchedule(Engine):
 
     def release(self) -> None:
         self._hooks.remove()
+        vars(self._schedule).pop("perseus", None)
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
         for action, function in self._custom.items():
@@ -255,6 +258,9 @@ class TorchSchedule(Engine):
         return result
 
     def _optimizer_has_stepped(self) -> None:
+        self._hooks.guarded(self._count_optimizer_step)()
+
+    def _count_optimizer_step(self) -> None:
         self._optimizer_steps += 1
         if self._is_tail and self._accumulated:
             self._session.add_steps(-self._accumulated)
@@ -310,21 +316,18 @@ class TorchSchedule(Engine):
             is_new = not hasattr(function, "is_of_perseus")
             if is_new and (action.name in KINDS or action.name in REDUCTIONS):
                 self._custom[action] = function
-                registered[action] = self._around_custom(function)
+                registered[action] = self._hooks.surrounded(function, self._run_custom)
+                registered[action].is_of_perseus = True
 
-    def _around_custom(self, function: Method) -> Method:
-        def surrounded(action: Any, context: Any) -> Any:
-            name = action.computation_type.name
-            if name in REDUCTIONS:
-                operation: Operation = Other(REDUCTIONS[name], action.stage_index, 0)
-            else:
-                operation = Compute(instruction_of(action))
-            await_receives(self._schedule, action)  # before the pass, as in torch
-            with self._whole(operation):
-                return function(action, context)
-
-        surrounded.is_of_perseus = True  # type: ignore[attr-defined]
-        return surrounded
+    def _run_custom(self, function: Method, action: Any, context: Any) -> Any:
+        name = action.computation_type.name
+        if name in REDUCTIONS:
+            operation: Operation = Other(REDUCTIONS[name], action.stage_index, 0)
+        else:
+            operation = Compute(instruction_of(action))
+        await_receives(self._schedule, action)  # before the pass, as in torch
+        with self._whole(operation):
+            return function(action, context)
 
     @contextmanager
     def _whole(self, operation: Operation) -> Iterator[None]:
@@ -349,75 +352,9 @@ class TorchSchedule(Engine):
             scope.__exit__(None, None, None)
 
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
 def _inputs_of(args: Any = (), kwargs: Mapping[str, Any] | None = None, *_: Any, **__: Any) -> list[Any]:
     """Return the inputs of a stage among the arguments of torch's ``forward_one_chunk``."""
     return [*args, *(kwargs or {}).values()]
-
-
-def parts_of_module(module: nn.Module, *, is_first: bool, is_last: bool) -> list[Part] | None:
-    """Return the parts of a stage's module in order. None if its layers are not in a container.
-
-    Modules before the layers of the first stage are its embedding, and those after the layers of the last one are its
-    head.
-    """
-    module = unwrapped(module)
-    if (parts := huggingface_parts(module)) is not None:
-        return parts
-    if isinstance(module, _CONTAINERS):
-        return [_layer(name, child) for name, child in module.named_children()]
-    children = [(name, child) for name, child in module.named_children() if not isinstance(child, nn.Identity)]
-    containers = [name for name, child in children if isinstance(child, _CONTAINERS) and len(child)]
-    ends = {name: child for name, child in children if not isinstance(child, _CONTAINERS) and _parameters(child)}
-    if len(containers) > 1 or not (containers or ends):
-        return None
-    names = [name for name, _ in children]
-    # Without layers, the first stage has only the embedding, and the last one only the head.
-    at = names.index(containers[0]) if containers else len(names) if is_first else -1
-    before = {name: child for name, child in ends.items() if names.index(name) < at}
-    behind = {name: child for name, child in ends.items() if names.index(name) > at}
-    if (before and not is_first) or (behind and not is_last):
-        return None
-    layers = dict(children)[containers[0]].named_children() if containers else ()
-    parts = [_end(EMBEDDING, before)] if before else []
-    parts += [_layer(f"{containers[0]}.{name}", layer) for name, layer in layers]
-    return parts + ([_end(HEAD, behind)] if behind else [])
-
-
-def huggingface_parts(module: Any) -> list[Part] | None:
-    """Return the parts of a stage of a Hugging Face model. None for other modules."""
-    return getattr(unwrapped(module), "layout_parts", None)
-
-
-def unwrapped(module: Any) -> Any:
-    """Return the module inside ``DistributedDataParallel`` and ``torch.compile``."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif hasattr(module, "_orig_mod"):  # its class is in torch._dynamo, which takes seconds to import
-            module = module._orig_mod
-        else:
-            return module
-
-
-def _layer(name: str, layer: nn.Module) -> Part:
-    if isinstance(layer, nn.Embedding):
-        kind = EMBEDDING
-    elif next(layer.children(), None) is None:
-        kind = type(layer).__name__
-    else:
-        kind = kind_of_layer(map(type, layer.modules()))
-    return Part(kind=kind, names=[name], parameters=_parameters(layer))
-
-
-def _end(kind: str, modules: dict[str, nn.Module]) -> Part:
-    return Part(kind=kind, names=list(modules), parameters=sum(map(_parameters, modules.values())))
-
-
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 OLDEST_TORCH, NEWEST_TORCH = "2.4", "2.15"

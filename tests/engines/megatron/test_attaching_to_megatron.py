@@ -27,15 +27,16 @@ from virtual.job import predicted_over_used
 import perseus_ds
 from examples.megatron.cpu import CpuTorch
 from perseus_ds.client.runtime import PerseusRuntime
-from perseus_ds.engines.engine import SessionState
+from perseus_ds.engines.engine import Session, SessionState
+from perseus_ds.engines.layers import parts_of_gpt
 from perseus_ds.engines.megatron import engine as megatron_engine
 from perseus_ds.engines.megatron.engine import (
     NEWEST_MEGATRON,
     OLDEST_MEGATRON,
     MegatronEngine,
     check_megatron,
-    parts_of_chunk,
 )
+from perseus_ds.engines.megatron.order import OrderRecorder
 from perseus_ds.errors import ConfigError, GpuPermissionError, ScheduleError, VersionError
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
@@ -235,7 +236,7 @@ def test_a_rank_that_has_said_that_it_trains_without_perseus_is_an_error_of_the_
     perseus_ds.attach(megatron.core, {**block, "enabled": False})  # as if every step attached
     assert attributes() == before
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    with pytest.raises(ConfigError, match=r"ranks differ: enabled is True on rank 1, False on rank 0\. Give all ranks"):
+    with pytest.raises(ConfigError, match=r"ranks differ: enabled is False on rank 0, not on all\. Give all ranks"):
         perseus_ds.attach(megatron.core, block)
 
 
@@ -368,6 +369,36 @@ def test_passes_outside_the_known_order_count_no_tokens_of_varying_lengths(launc
     assert counted == [LENGTH * ROWS] * 4
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "from_step"),
+    [
+        (OrderRecorder, "step", 0),
+        (OrderRecorder, "operations", 0),
+        (MegatronEngine, "_find_steps", 2),
+        (MegatronEngine, "_next", 2),
+        (Session, "iteration", 2),
+        (Session, "end_iteration", 2),
+        (PerseusRuntime, "operation", 2),
+    ],
+)
+def test_an_error_of_perseus_itself_does_not_end_training(launches, alone, monkeypatch, caplog, owner, name, from_step):
+    def raises(*_, **__):
+        raise LookupError(name)
+
+    plain = train(0, 2, 4)
+    before = attributes()
+    perseus_ds.attach(megatron.core, {**alone, "mode": "auto"})
+    session, optimizer = megatron.core.perseus, Optimizer(launches)
+    for step in range(4):
+        if step == from_step:
+            monkeypatch.setattr(owner, name, raises)
+        assert train(0, 2, 4) == plain
+        optimizer.step()
+    assert attributes() == before
+    assert session.state is SessionState.CLOSED
+    assert [record.exc_info[0] for record in caplog.records if record.levelname == "ERROR"] == [LookupError]
+
+
 def test_an_optimizer_whose_step_is_replayed_ends_the_iteration(launches, alone):
     perseus_ds.attach(megatron.core, alone)
     optimizer, graph = Optimizer(launches), launches.CUDAGraph()
@@ -475,12 +506,12 @@ def test_a_chunk_may_have_no_decoder(decoder, expected):
     chunk = SimpleNamespace(
         pre_process=False, post_process=False, decoder=decoder, mtp=SimpleNamespace(layers=[torch.nn.Linear(2, 2)])
     )
-    assert [part.kind for part in parts_of_chunk(chunk)] == expected
+    assert [part.kind for part in parts_of_gpt(chunk)] == expected
 
 
 def test_a_chunk_of_an_encoder_and_decoder_has_no_layout():
     chunk = SimpleNamespace(pre_process=False, post_process=False, encoder=torch.nn.Linear(2, 2), decoder=None)
-    assert parts_of_chunk(chunk) is None
+    assert parts_of_gpt(chunk) is None
 
 
 @pytest.mark.parametrize(

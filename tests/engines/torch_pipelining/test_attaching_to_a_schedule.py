@@ -30,6 +30,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 import perseus_ds
 from perseus_ds.client import operations
 from perseus_ds.client.clocks import AgentClocks
+from perseus_ds.client.lease import Lease
 from perseus_ds.client.meeting import Opened, meet
 from perseus_ds.config import parse_block
 from perseus_ds.engines.engine import Session, SessionState
@@ -186,6 +187,29 @@ def test_a_first_step_that_is_skipped_does_not_lengthen_later_tails(make, block,
     optimizer.step()
     assert last_operation(schedule) == "tail of stage 0"
     perseus_ds.detach(schedule)
+
+
+@pytest.mark.parametrize("place", ["loss", "tail"])
+def test_a_gpu_is_not_leased_again_after_a_close_within_an_iteration(make, block, monkeypatch, place):
+    closes = []
+
+    def loss(output, target):
+        if closes and place == "loss":
+            schedule.perseus.close()
+        return nn.functional.mse_loss(output, target)
+
+    schedule = make(loss_fn=loss)
+    perseus_ds.attach(schedule, block)
+    session = schedule.perseus
+    train(schedule, steps=2)
+    closes.append(None)
+    train(schedule)
+    session.close()
+    monkeypatch.setattr(Lease, "_progress", lambda lease: closes.append("lease"))
+    train(schedule)
+    perseus_ds.detach(schedule)
+    assert closes == [None]
+    assert len(iterations(block)) == 2
 
 
 def test_eval_is_no_iteration_and_runs_at_default_clocks(make, block, monkeypatch):
@@ -439,13 +463,13 @@ def test_a_schedule_that_other_ranks_have_dropped_is_an_error_of_theirs_without_
     for schedule in (first, second):
         perseus_ds.attach(schedule, block)
     train(first)
-    dist.distributed_c10d._get_default_store().add("perseus/starts/1", 1)  # as if rank 1 had started it, too
+    dist.distributed_c10d._get_default_store().add("perseus/started/of/1", 1)  # as if rank 1 had started it, too
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     train(second)  # as rank 1, on which the first one is still there
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(GpuError, match="rank 1 still trains a Linear with Perseus"):
-        meet(parse_block(block), second.perseus.engine.facts(), second.perseus.engine.read, lambda _: None, Opened())
+        meet(parse_block(block), second.perseus.engine.facts, second.perseus.engine.read, lambda _: None, Opened())
 
 
 class NewAction(str, Enum):

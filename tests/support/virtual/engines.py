@@ -23,8 +23,9 @@ def cuda_of_engines(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", cuda.CUDAGraph)
 
-    def meet(config, facts, read, check, opened):
+    def meet(config, describe, read, check, opened):
         """Does the work of :func:`perseus_ds.client.meeting.meet`, with a server in this process."""
+        facts = opened.facts = describe()
         opened.schedule, opened.gpu, opened.timers = read(), gpu, CudaExecution(device, cuda, wait_for_event)
         check(opened.schedule)
         opened.clocks = clocks_of(gpu, time, cuda, lambda message: (server.receive(0, message), server.tick()))
