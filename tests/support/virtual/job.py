@@ -32,7 +32,7 @@ from perseus_ds.engines import engine as engines
 from perseus_ds.engines.engine import Engine, Session, SessionState
 from perseus_ds.optimizer import optimize, with_alternatives
 from perseus_ds.pipeline.instruction import Kind
-from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
+from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Wait
 from perseus_ds.policy.commands import parse_command
 from perseus_ds.protocol.job_messages import JobDescription, Joined
 from perseus_ds.server.job import Job
@@ -73,6 +73,7 @@ class VirtualJob:
         work_s=None,
         wait_s=0.0,
         other_s=0.0,
+        load_s=0.0,
         transfer_s=0.0,
         micro_batches=3,
         pipelines=1,
@@ -91,6 +92,7 @@ class VirtualJob:
             tail_s: Time of the tail at the top clock [s].
             work_s: Times by kind, instead of both, for a job of one rank [s].
             other_s: Time of an unknown command [s].
+            load_s: Time of loading a micro-batch [s].
             transfer_s: Time of a transfer [s].
             pipelines: Data-parallel pipelines, whose ranks wait for each other at the end of an iteration.
             schedule: Schedule to execute; it may have several stages per rank and overlapping transfers.
@@ -115,7 +117,8 @@ class VirtualJob:
         self.taken = []
         self.read = 0
         self.sessions = []
-        self.wait_s, self._transfer_s, self._other_s = wait_s, transfer_s, other_s
+        self.wait_s, self._transfer_s = wait_s, transfer_s
+        self._idle_s = {Other: other_s, Load: load_s}
         settings = {"counter_period_s": 0.1, "lock_latency_s": 0.015, **(gpu or {})}
         if "lock-contention" in settings.get("conditions", ()):
             settings["driver_turn"] = OneAtATime(self.time)
@@ -384,8 +387,8 @@ class VirtualJob:
             with around(operation):
                 if kind is not None:
                     self.work(rank, operation.instruction)
-                if isinstance(operation, Other) and self._other_s:
-                    self.idle(rank, self._other_s)
+                if idle_s := self._idle_s.get(type(operation)):
+                    self.idle(rank, idle_s)
                 if isinstance(operation, Exchange | Launch):
                     self._launch(rank, operation)
                 if isinstance(operation, Exchange | Wait):
