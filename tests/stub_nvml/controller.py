@@ -93,6 +93,11 @@ class StubGpu(ctypes.Structure):
         """Return the clocks set so far in order, at most the last 4096, where 0 is a reset."""
         return [int(change.clock_mhz) for change in self._last_changes()]
 
+    def changes_since_mhz(self, count: int) -> list[int]:
+        """Return the clocks set after the first ``count`` changes, as far as they are among the last 4096."""
+        added = self.change_count - count
+        return self.changes_mhz()[-added:] if added > 0 else []
+
     def change_times_s(self) -> list[float]:
         """Return the times (``time.monotonic``) of :meth:`changes_mhz` [s]."""
         return [float(change.at_s) for change in self._last_changes()]

@@ -237,7 +237,7 @@ def _wait_for_changes(trial: Trial, first: int) -> None:
     before = [gpu.change_count for gpu in gpus]
 
     def have_changed() -> bool:
-        changes = [gpu.changes_mhz()[count:] for gpu, count in zip(gpus, before, strict=True)]
+        changes = [gpu.changes_since_mhz(count) for gpu, count in zip(gpus, before, strict=True)]
         return all(sum(clock_mhz > 0 for clock_mhz in own) > 4 for own in changes)  # 0: between iterations
 
     trial.wait_until(have_changed, "changes of clocks")

@@ -293,7 +293,7 @@ def _is_restored_later(trial: Trial, *, by_command: bool, says_so: bool) -> bool
     _launch(trial, LightJob(trial.folder, environment, block, steps=3))
     trial.look()
     trial.wait_until(trial.has_ended, "the end of the next job")
-    is_reset_first = all(gpu.changes_mhz()[count:][:1] == [0] for gpu, count in left)
+    is_reset_first = all(gpu.changes_since_mhz(count)[:1] == [0] for gpu, count in left)
     said = trial.output().count(_SAYS_SO) - before
     # An agent may have been killed after resetting a clock and before recording that.
     return is_reset_first and (len(left) <= said <= RANKS if says_so else said == 0)
