@@ -84,6 +84,8 @@ class History:
             self.events.append(NumberedEvent(self.iterations, event))
         if isinstance(event, Started):
             self.first_start = event if not self.starts else self.first_start
+            if event.order != self.order:
+                self.plan = None
             self.last_start = event
             self.starts += 1
             self._since_s = 0.0
@@ -100,7 +102,7 @@ class History:
     def add_iteration(self, record: IterationRecord, sums: Sums, frontier: int) -> None:
         """Add an iteration, its sums, and the number of the frontier that is valid for it."""
         self.iterations += 1
-        plan = None if record.order else record.plan
+        plan = record.plan if (record.order or 0) == self.order else None
         point = HistoryPoint(self.iterations, record.iteration, plan, record.time_s, record.energy_j)
         self.points[record.phase].add(point)
         self._power.add(record.time_s, record.energy_j, record.ended)
@@ -123,7 +125,7 @@ class History:
         for part in record.parts:
             sums = part.sums
             self.iterations += sums.iterations
-            known, plan = sums.iterations - sums.without_energy, None if part.order else part.plan
+            known, plan = sums.iterations - sums.without_energy, part.plan if part.order == self.order else None
             time_s, energy_j = sums.time_s / sums.iterations, sums.energy_j / known if known else None
             point = HistoryPoint(self.iterations, record.last, plan, time_s, energy_j)
             self.points[part.phase].add(point, sums.iterations)
@@ -156,6 +158,11 @@ class History:
         if len(energies_j) != len(self._by_rank_j):
             self._by_rank_j = [0.0] * len(energies_j)
         self._by_rank_j = [total_j + energy_j for total_j, energy_j in zip(self._by_rank_j, energies_j, strict=True)]
+
+    @property
+    def order(self) -> int:
+        """The order that was declared at the last start, to which the frontier in the job's folder belongs."""
+        return self.last_start.order
 
     @property
     def gpus(self) -> int | None:

@@ -80,19 +80,21 @@ def _records_with(file: BinaryIO, iterations: int) -> Iterator[Record]:
 
 def summed(records: Iterable[Record]) -> Iterator[Record]:
     """Yield records with the sums of iterations instead of each of them."""
-    part, of_start = _Hour(), _OfStart()
+    order = 0
+    part, of_start = _Hour(order), _OfStart()
     for record in records:
         if isinstance(record, Event):
             of_start.add(part.closed())
-            part = _Hour()
             if isinstance(record, Started):
+                order = record.order
                 yield from of_start.closed()
                 of_start = _OfStart()
+            part = _Hour(order)
             of_start.add(record)
         elif is_training(record):
             if part.is_full or part.is_before_trial_of(record):
                 of_start.add(part.closed())
-                part = _Hour()
+                part = _Hour(order)
             if isinstance(record, SummedIterations):
                 part.add_summed(record)
                 of_start.add_listed_sums(record)
@@ -106,7 +108,9 @@ def summed(records: Iterable[Record]) -> Iterator[Record]:
 class _Hour:
     """Iterations of about an hour."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: int) -> None:
+        """Begin without iterations. ``order`` was declared at the start of the job."""
+        self._order = order
         self._sums: dict[tuple[str, int, int | None], Sums] = {}
         self._first = self._last = 0
         self._ended: float | None = None
@@ -141,7 +145,7 @@ class _Hour:
             trial = record.trial or TrialState()
             self._add_trial(trial.pairs, trial, None if trial.is_undecided else trial)
             self._default_measured = record.default_measured
-            if not record.order:
+            if (record.order or 0) == self._order:
                 self._plan = record.plan
                 self._planned_power.add(record.time_s, record.energy_j, record.ended)
 

@@ -84,7 +84,8 @@ def measured_points(run: RecordedRun) -> list[MeasuredPoint]:
     # A run that only profiles has no iterations at default clocks except its warm-up.
     if run.start.mode != "profile":
         points += _point("default clocks", None, default)
-    planned = [(each.plan or 0, sums) for each, sums in run.job.of_last_frontier() if not each.order]
+    order = run.job.history.order
+    planned = [(each.plan or 0, sums) for each, sums in run.job.of_last_frontier() if each.order == order]
     longest = sorted(planned, key=lambda pair: -pair[1].iterations)[:_MOST_PLANS_DRAWN]
     for plan, sums in sorted(longest, key=lambda pair: pair[0]):
         points += _point(f"plan {plan}", plan, sums)
@@ -463,7 +464,8 @@ def _plan(frontier: Frontier, used: int | None, job: JobSums | None) -> Tile:
     number_ = 0 if used is None else used
     plan, last = frontier.plans[number_], len(frontier.plans) - 1
     plans = [] if job is None or used is None else job.plans()
-    own = next((one for one in plans if one.plan == number_ and not one.order), None)
+    order = 0 if job is None else job.history.order
+    own = next((one for one in plans if (one.plan, one.order) == (number_, order)), None)
     parts = []
     if own is None:
         change = plan.energy_j / frontier.baseline.energy_j - 1

@@ -14,6 +14,7 @@ from perseus_ds.artifacts.run_records import (
     TrialState,
 )
 from perseus_ds.progress.sums import fold
+from perseus_ds.progress.thinning import summed
 
 UNKNOWN = TrialState(pairs=2)
 
@@ -32,6 +33,19 @@ def test_the_saving_is_the_sum_of_the_differences_from_what_default_clocks_take(
     assert job.under_plans.gained_s == pytest.approx(-20 * 0.02)
     assert (job.under_plans.saved, job.under_plans.slowdown) == (pytest.approx(0.2), pytest.approx(0.02))
     assert (job.under_plans.saved_error, job.under_plans.slowdown_error) == (0.003, 0.002)
+
+
+def test_the_plan_in_use_is_that_of_the_order_which_the_last_start_has_declared():
+    """The frontier in the job's folder is that of this order, and those of others are in subfolders."""
+    first = [*auto_job(micro_batches=4), *planned(order=1, plan=7)]
+    assert job_of(*first).history.plan == 3
+    again = [*first, started(order=1, micro_batches=3)]
+    assert job_of(*again).history.plan is None, "its plans are made again"
+    records = [*again, *planned(order=1, plan=5), *planned(plan=2)]
+    job = job_of(*records)
+    assert (job.history.order, job.history.plan) == (1, 5)
+    assert job_of(*summed(records)).history.plan == 5
+    assert [point.plan for point in job.history.points["run"].points] == [3] * 20 + [None] * 6 + [5] * 6 + [None] * 6
 
 
 def test_profiling_counts_and_iterations_at_default_clocks_save_nothing():

@@ -60,7 +60,7 @@ def long_job(seed=0, iterations=3000):
                         ProfileWritten(time=BEGIN + number),
                         OrderPlanned(time=BEGIN + number, order=1, micro_batches=4),
                         Ended(time=BEGIN + number),
-                        started(ranks=4, pipelines=2, micro_batches=8, time=BEGIN + number),
+                        started(ranks=4, pipelines=2, order=1, micro_batches=4, time=BEGIN + number),
                     ]
                 )
             )

@@ -127,3 +127,11 @@ def test_points_are_means_of_iterations_at_default_clocks_and_of_each_plan(tmp_p
         MeasuredPoint("default clocks", None, pytest.approx(1.9), pytest.approx(190.0), 3),  # without the stall
         MeasuredPoint("plan 7", 7, 3.0, 300.0, 2),
     ]
+
+
+def test_points_of_plans_are_those_of_the_order_which_the_last_start_has_declared(tmp_path):
+    """The frontier with which they are drawn is that of this order."""
+    ran = [record(1, "run", 4.0, 400.0, plan=7), record(2, "run", 3.0, 300.0, plan=7) | {"order": 1}]
+    default = {"default_time_s": 4.0, "default_energy_j": 400.0}
+    write_log(tmp_path, [start("run"), start("run") | {"order": 1}, *(each | default for each in ran)])
+    assert measured_points(read_run(tmp_path)) == [MeasuredPoint("plan 7", 7, 3.0, 300.0, 1)]
