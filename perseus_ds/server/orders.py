@@ -163,14 +163,18 @@ class Orders:
         by_schedule = {_hash(order.job.schedule): order.number for order in self._known.values()}
         return KeptNumbers(by_key=by_key, by_schedule={**self._by_schedule, **by_schedule})
 
-    def restore(self, state: KeptNumbers) -> None:
-        """Restore the result of :meth:`state`. The declared order may be another one than at the earlier start."""
+    def restore(self, state: KeptNumbers) -> bool:
+        """Restore the result of :meth:`state`. The declared order may be another one than at the earlier start.
+
+        Returns False if no number is free for it, so that all orders get other numbers.
+        """
+        known = state.by_schedule.get(_hash(self.first.job.schedule))
+        if known is None and len(state.by_key) >= OTHER_ORDERS:
+            return False
         self.numbers, self._by_schedule = dict(state.by_key), dict(state.by_schedule)
-        if len(self.numbers) == OTHER_ORDERS:  # none is free for this one
-            self.numbers, self._by_schedule = {}, {}
-        elif self.numbers:
-            known = self._by_schedule.get(_hash(self.first.job.schedule))
+        if self.numbers:
             self.first.number = self._free_number() if known is None else known
+        return True
 
     def give_up(self, order: Order, error: Exception) -> None:
         """Run an order at default clocks from now on, because it cannot be planned."""

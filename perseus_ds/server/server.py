@@ -169,8 +169,8 @@ class JobServer:
         if kept.job != self.job.key or kept.control is None:
             return
         has_same_goal = self.control.restore(kept.control)
-        self.orders.restore(kept.orders)
-        if self.plan_state.load(kept.plans) and not has_same_goal:
+        has_same_orders = self.orders.restore(kept.orders)
+        if has_same_orders and self.plan_state.load(kept.plans) and not has_same_goal:
             self.plan_state.begin_trial()
             self.plan_state.resting = 0
         for rank, measured in enumerate(kept.measured):

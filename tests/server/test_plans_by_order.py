@@ -17,7 +17,9 @@ from perseus_ds.client.runtime import key_of
 from perseus_ds.errors import GpuError, ScheduleError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.job_messages import Joined, ScheduleRead
+from perseus_ds.protocol.layout import OTHER_ORDERS
 from perseus_ds.protocol.messages import LONGEST, encode
+from perseus_ds.server.orders import KeptNumbers, Orders
 from perseus_ds.server.under_plans import PlanRunner
 from perseus_ds.simulation.device_models import COMPUTE_BOUND
 
@@ -91,6 +93,22 @@ def test_a_later_start_that_begins_with_another_count_uses_the_profile_and_what_
     planned = [record for record in job.events(IterationRecord)[-20:] if record.plan is not None]
     assert {record.order for record in planned} == {None}, "4 micro-batches keep their number"
     assert sum(record.energy_j for record in planned) < 0.97 * sum(record.default_energy_j for record in planned)
+
+
+def test_the_declared_order_keeps_its_number_if_no_other_number_is_free(job):
+    train(job, [4] * 3)
+    (key,) = job.server.orders.numbers
+    kept = job.server.orders.state()
+    others = {key + place: place for place in range(1, OTHER_ORDERS)}
+    full = KeptNumbers(by_key={**kept.by_key, **others}, by_schedule=kept.by_schedule)
+    declared = job.server.job
+    same = Orders(declared, lambda message: None, job.server.recorder, reads=True)
+    assert same.restore(full)
+    assert same.occurs(key + 1) is None, "its operations are those of another order"
+    assert same.occurs(key) is same.first
+    another = Orders(declared.of_order(0, one_f_one_b(1, 3)), lambda message: None, job.server.recorder, reads=True)
+    assert not another.restore(full)
+    assert (another.first.number, another.numbers) == (0, {})
 
 
 def test_counts_that_are_drawn_for_each_iteration_all_have_plans_within_a_hundred_iterations(start):
