@@ -1,7 +1,8 @@
 """Hooks of MkDocs.
 
 Formulas between dollar signs are converted to MathML, which browsers draw without a script. Links to files of the
-repository, which are not part of the site, are replaced by their paths.
+repository, which are not part of the site, are replaced by their paths. Roles in docstrings, such as ``:meth:``, are
+left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from latex2mathml.converter import convert
 # Code is matched too, so that dollar signs in it are not changed.
 _CODE_OR_FORMULA = re.compile(r"^```.*?^```|`[^`\n]*`|^\$\$\n(.*?)\n\$\$$|\$([^$\n]+)\$", re.MULTILINE | re.DOTALL)
 _RELATIVE_LINK = re.compile(r"\[`?([^\]`]+)`?\]\(((?:\.\./)+)([^)]+)\)")
+_ROLE = re.compile(r":(?:class|data|func|meth):<code>~?(?:[a-z_]+\.)*")
 _PLACEHOLDER = re.compile(r"FORMULA([BI])([0-9a-f]+)END")
 
 
@@ -25,8 +27,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Insert the formulas into the page."""
-    return _PLACEHOLDER.sub(_drawn, html)
+    """Insert the formulas into the page, and leave out the roles of docstrings."""
+    return _ROLE.sub("<code>", _PLACEHOLDER.sub(_drawn, html))
 
 
 def _path(match: re.Match[str]) -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import importlib.util
 import json
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import perseus_ds
 from perseus_ds.artifacts.evidence import CheckResult, Evidence, Figure, Machine
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
@@ -97,6 +99,15 @@ def test_messages_quoted_in_troubleshooting_are_in_the_code(message):
 
 def test_enough_messages_are_explained():
     assert len(MESSAGES) > 30
+
+
+def test_every_public_name_has_a_reference():
+    shown = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/python.md").read_text(), re.MULTILINE)
+    assert len(set(shown)) == len(shown)
+    assert {f"perseus_ds.{name}" for name in perseus_ds.__all__} <= set(shown)
+    for name in shown:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__
 
 
 @pytest.mark.parametrize("name", ["configuration.md", "commands.md", "files.md"])

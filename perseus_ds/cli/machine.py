@@ -205,8 +205,16 @@ def _deepspeed() -> Iterator[Finding]:
             yield Finding("fail", "compiler", text, remedy)
 
 
+def _has_extensions() -> bool:
+    """Return whether torch has compiled an extension of DeepSpeed for this user."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return next(folder.rglob("*.so"), None) is not None
+
+
 def _cuda() -> Iterator[Finding]:
-    """Report the GPUs that torch sees, and have each write a mark into shared memory, as training does."""
+    """Report compiled extensions and GPUs, and have each GPU write a mark into shared memory, as training does."""
     from perseus_ds.client.lease import SharedMemory
     from perseus_ds.protocol.layout import LENGTH, RankMemory
 
@@ -217,6 +225,10 @@ def _cuda() -> Iterator[Finding]:
     except Exception as error:
         yield Finding("fail", "torch", f"cannot be imported: {error}", "Reinstall torch.")
         return
+    if not _has_extensions():
+        yield Finding(
+            "info", "extensions", "none compiled yet: the first job compiles some, for a minute or two, silently"
+        )
     count, cuda = torch.cuda.device_count(), torch.version.cuda
     if not torch.cuda.is_available():
         text = f"torch sees no GPU; torch was built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"

@@ -43,19 +43,23 @@ class ReportCommand(RunArguments):
 
     def execute(self) -> int:
         from perseus_ds.artifacts.evidence import FILE_NAME
-        from perseus_ds.cli.inputs import sources_for
-        from perseus_ds.report.facts import Factors, facts, figures
-        from perseus_ds.report.page import html, text, write_output
+        from perseus_ds.cli.inputs import progress_bar, sources_for
 
         if (self.run / FILE_NAME).is_file():
             return _report_evidence(self.run, self.out)
-        found = sources_for(self)
-        factors = Factors(**{field.name: getattr(self, field.name) for field in fields(Factors)})
-        report = facts(found, factors)
+        with progress_bar("reading") as progress:
+            from perseus_ds.report.facts import Factors, facts, figures
+            from perseus_ds.report.page import html, text, write_output
+
+            found = sources_for(self)
+            factors = Factors(**{field.name: getattr(self, field.name) for field in fields(Factors)})
+            report = facts(found, factors)
+            if not self.json:
+                progress("page", 0.5)
+                out = write_output(html(report), self.out, self.run, "report.html")
         if self.json:
             print(json.dumps(figures(report, time.time())))
             return 0
-        out = write_output(html(report), self.out, self.run, "report.html")
         print(text(report))
         for missing in found.missing:
             print(f"Not in the report: {missing}")
@@ -91,12 +95,20 @@ class CompareCommand:
     """file to write, or an existing folder for it; by default in the folder of the first run"""
 
     def execute(self) -> int:
-        from perseus_ds.report.comparison import compare, comparison_page, comparison_text
-        from perseus_ds.report.inputs import read
-        from perseus_ds.report.page import write_output
+        from perseus_ds.cli.inputs import progress_bar
 
-        comparison = compare([read(folder) for folder in self.runs], self.baseline)
-        out = write_output(comparison_page(comparison), self.out, self.runs[0], "comparison.html")
+        with progress_bar("reading") as progress:
+            from perseus_ds.report.comparison import compare, comparison_page, comparison_text
+            from perseus_ds.report.inputs import read
+            from perseus_ds.report.page import write_output
+
+            runs, steps = [], len(self.runs) + 1
+            for number, folder in enumerate(self.runs):
+                progress(f"reading {folder}", number / steps)
+                runs.append(read(folder))
+            progress("page", len(self.runs) / steps)
+            comparison = compare(runs, self.baseline)
+            out = write_output(comparison_page(comparison), self.out, self.runs[0], "comparison.html")
         print(comparison_text(comparison))
         print(f"Written: {out}")
         return 0
@@ -112,22 +124,25 @@ class TraceCommand(RunArguments):
     """index of the plan on the frontier, 0 is the fastest; by default the plan in use"""
 
     def execute(self) -> int:
-        from perseus_ds.cli.inputs import sources_for
-        from perseus_ds.report.inputs import label
-        from perseus_ds.report.page import write_output
-        from perseus_ds.report.timeline import chrome_trace, measured_timeline
+        from perseus_ds.cli.inputs import progress_bar, sources_for
 
-        found = sources_for(self)
-        suffix = ", simulated" if found.simulated else ""
-        timelines = {f"predicted: {name}{suffix}": each for name, each in _predicted(found, self.plan).items()}
-        for run, iteration in found.measured:
-            name = f"measured: {label(run, iteration)}{suffix}"
-            timelines[name] = measured_timeline(iteration)
-        if not timelines:
-            raise ConfigError(f"{self.run}: there is no timeline to write. {' '.join(found.missing)}")
-        about = {"simulated": found.simulated, "energies": found.energy_notes, "written_by": "perseus-ds"}
-        text = json.dumps(chrome_trace(timelines, about, found.profile)) + "\n"
-        out = write_output(text, self.out, self.run, "trace.json")
+        with progress_bar("reading") as progress:
+            from perseus_ds.report.inputs import label
+            from perseus_ds.report.page import write_output
+            from perseus_ds.report.timeline import chrome_trace, measured_timeline
+
+            found = sources_for(self)
+            progress("timelines", 0.5)
+            suffix = ", simulated" if found.simulated else ""
+            timelines = {f"predicted: {name}{suffix}": each for name, each in _predicted(found, self.plan).items()}
+            for run, iteration in found.measured:
+                name = f"measured: {label(run, iteration)}{suffix}"
+                timelines[name] = measured_timeline(iteration)
+            if not timelines:
+                raise ConfigError(f"{self.run}: there is no timeline to write. {' '.join(found.missing)}")
+            about = {"simulated": found.simulated, "energies": found.energy_notes, "written_by": "perseus-ds"}
+            text = json.dumps(chrome_trace(timelines, about, found.profile)) + "\n"
+            out = write_output(text, self.out, self.run, "trace.json")
         for missing in found.missing:
             print(f"Not in the trace: {missing}")
         print(f"Written: {out}, with {len(timelines)} timelines; open it at https://ui.perfetto.dev")
@@ -164,23 +179,27 @@ class PlotCommand(RunArguments):
     """slowdown setting of the plan to draw; by default the fastest plan"""
 
     def execute(self) -> int:
-        from perseus_ds.cli.inputs import check_folder, sources_for
-        from perseus_ds.report.facts import points_of_one_pipeline
-        from perseus_ds.report.pictures import frontier_picture, timeline_picture
-        from perseus_ds.report.timeline import timeline
+        from perseus_ds.cli.inputs import check_folder, progress_bar, sources_for
 
-        found = sources_for(self)
-        if found.frontier is None or found.profile is None or found.dag is None:
-            raise ConfigError(f"{self.run}: some inputs of the pictures are missing. {' '.join(found.missing)}")
-        measured = points_of_one_pipeline(found)
-        if self.runs and not measured:
-            raise ConfigError(
-                "--runs: no iterations at default clocks or under a plan in any of them. Train for more steps."
-            )
-        plan = found.frontier.within(self.max_slowdown)
-        before, after = (timeline(found.dag, found.profile, each) for each in (found.frontier.baseline, plan))
-        out = check_folder(self.out or self.run)
-        frontier_picture(found.frontier, out / "frontier.png", in_use=plan, measured=measured)
-        timeline_picture(before, after, found.frontier.provenance, out / "timeline.png")
+        with progress_bar("reading") as progress:
+            from perseus_ds.report.facts import points_of_one_pipeline
+            from perseus_ds.report.pictures import frontier_picture, timeline_picture
+            from perseus_ds.report.timeline import timeline
+
+            found = sources_for(self)
+            if found.frontier is None or found.profile is None or found.dag is None:
+                raise ConfigError(f"{self.run}: some inputs of the pictures are missing. {' '.join(found.missing)}")
+            measured = points_of_one_pipeline(found)
+            if self.runs and not measured:
+                raise ConfigError(
+                    "--runs: no iterations at default clocks or under a plan in any of them. Train for more steps."
+                )
+            plan = found.frontier.within(self.max_slowdown)
+            before, after = (timeline(found.dag, found.profile, each) for each in (found.frontier.baseline, plan))
+            out = check_folder(self.out or self.run)
+            progress("frontier.png", 0.5)
+            frontier_picture(found.frontier, out / "frontier.png", in_use=plan, measured=measured)
+            progress("timeline.png", 0.75)
+            timeline_picture(before, after, found.frontier.provenance, out / "timeline.png")
         print(f"Written: {out / 'frontier.png'} and timeline.png")
         return 0

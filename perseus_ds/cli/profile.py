@@ -40,9 +40,12 @@ class ShowCommand:
         waiting = "effective energy (beyond blocking power)" if power_w else "energy"
         print(f"\n* Pareto-optimal in time and {waiting}")
         if self.out is not None:
-            from perseus_ds.report.pictures import profile_picture
+            from perseus_ds.cli.inputs import progress_bar
 
-            profile_picture(profile, self.out)
+            with progress_bar("picture"):
+                from perseus_ds.report.pictures import profile_picture
+
+                profile_picture(profile, self.out)
             print(f"Written: {self.out}")
         return 0
 

@@ -68,14 +68,15 @@ class SchedulesCommand:
         from perseus_ds.artifacts.profile import StageProfile
         from perseus_ds.artifacts.schedule_table import ScheduleTable
         from perseus_ds.cli.inputs import check_folder, folder_of, micro_batches_of, path_in_errors, progress_bar
-        from perseus_ds.layouts.schedule_comparison import compare_schedules
-        from perseus_ds.report.pictures import schedules_picture
 
         if not 0 < self.weight_share < 1:
             raise ConfigError(f"--weight-share: expected a number above 0 and below 1, got {self.weight_share:g}.")
         profile = StageProfile.load(self.profile)
         out = check_folder(self.out or folder_of(self.profile))
         with path_in_errors(self.profile), progress_bar("schedules") as progress:
+            from perseus_ds.layouts.schedule_comparison import compare_schedules
+            from perseus_ds.report.pictures import schedules_picture
+
             chosen = choose_schedules(
                 self.schedules,
                 micro_batches=self.micro_batches or [micro_batches_of(profile)],
@@ -89,16 +90,17 @@ class SchedulesCommand:
                 weight_share=self.weight_share,
                 progress=progress,
             )
-        table = ScheduleTable(
-            profile=str(self.profile),
-            simulated=profile.info.simulated,
-            gpu=profile.info.gpu,
-            settings=profile.info.settings,
-            schedules=compared,
-        )
-        out.mkdir(parents=True, exist_ok=True)
-        table.save(out / "schedules.json")
-        schedules_picture(table, out / "schedules.png")
+            table = ScheduleTable(
+                profile=str(self.profile),
+                simulated=profile.info.simulated,
+                gpu=profile.info.gpu,
+                settings=profile.info.settings,
+                schedules=compared,
+            )
+            out.mkdir(parents=True, exist_ok=True)
+            table.save(out / "schedules.json")
+            progress("schedules.png", 1.0)
+            schedules_picture(table, out / "schedules.png")
         print(f"{schedules_text(table)}\nWritten: {out / 'schedules.json'} and schedules.png")
         return 0
 

@@ -2,6 +2,8 @@
 
 import io
 
+import pytest
+from run_folders import make_job, write_auto_run
 from run_log import wait_until
 
 from perseus_ds.cli import inputs
@@ -37,3 +39,29 @@ def test_no_progress_bar_is_written_to_a_file(monkeypatch):
     with inputs.progress_bar("reading") as progress:
         progress("clocks", 0.42)
     assert written.getvalue() == ""
+
+
+@pytest.fixture(scope="module")
+def job():
+    return make_job()
+
+
+@pytest.mark.parametrize(
+    ("command", "step"),
+    [
+        ("report perseus", "reading"),
+        ("compare perseus perseus", "reading"),
+        ("trace perseus", "reading"),
+        ("plot perseus", "reading"),
+        ("profile show perseus --out profile.png", "picture"),
+        ("schedules perseus --schedules 1f1b --plans 3", "schedules"),
+    ],
+)
+def test_commands_that_take_seconds_have_a_progress_bar(run, monkeypatch, tmp_path, job, command, step):
+    (tmp_path / "perseus").mkdir()
+    write_auto_run(tmp_path / "perseus", job)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(inputs, "_SHOWN_AFTER_S", 0.0)
+    assert run(*command.split())[0] == 0
+    assert f"{step}:   0%" in terminal.getvalue()

@@ -235,6 +235,15 @@ def test_doctor_finds_the_programs_with_which_deepspeed_compiles(run, monkeypatc
     assert page.endswith("To solve: compiler.\n")
 
 
+def test_doctor_says_that_the_first_job_compiles_silently(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    compiled = tmp_path / "py311_cpu" / "deepspeed_shm_comm"
+    compiled.mkdir(parents=True)
+    assert "the first job compiles some" in lines_of(run("doctor", "--device", "simulated")[1])["extensions"][1]
+    (compiled / "deepspeed_shm_comm.so").touch()
+    assert "extensions" not in lines_of(run("doctor", "--device", "simulated")[1])
+
+
 def test_doctor_for_zeusd_needs_zeusd_but_not_the_permission_to_lock(run, node, monkeypatch, tmp_path):
     for gpu in node.gpus:
         gpu.fail("set_locked", "no_permission")
