@@ -322,7 +322,7 @@ def check_text(block):
         if line.startswith(("→ ", "← ")):
             continue
         for part in re.split(r"[^A-Za-z_' -]+", line):
-            words = [word for word in re.findall(r"[A-Za-z_'-]+", part) if re.search("[a-z]", word)]
+            words = [word.strip("'") for word in re.findall(r"[A-Za-z_'-]+", part) if re.search("[a-z]", word)]
             for first, second in itertools.pairwise(words):
                 assert first in NAMES or second in NAMES or is_printed(first, second), (
                     f"{block.page}:{block.line}: no text of the code has {first!r} before {second!r}: {line}"

@@ -183,7 +183,7 @@ def _rows_of_job(facts: JobFacts) -> Iterator[_Row]:
     yield "job", ": ".join(filter(None, (facts.name, ", ".join(filter(None, parts))))), "bold"
     yield "state", _state(facts), "red" if facts.is_silent else ""
     yield "phase", _phase(facts), "cyan"
-    yield "goal", "" if facts.goal is None else goal_in_words(facts.goal), ""
+    yield "goal", "" if facts.goal is None or _only_observes(facts) else goal_in_words(facts.goal), ""
     yield "pending", facts.pending or "", "yellow"
     yield "end", _end(facts), ""
 
@@ -195,7 +195,8 @@ def _rows_of_energy(facts: JobFacts) -> Iterator[_Row]:
     unread = f"; the energy of {facts.without_energy} could not be read" if facts.without_energy else ""
     energy = f"{joules(facts.energy_j)} ({watt_hours(facts.energy_j)}) in {facts.iterations} iterations"
     yield "energy", f"{energy}, {duration(facts.time_s)}{unread}", ""
-    yield "saved", _saving(facts.under_plans), _colour_of_saving(facts.under_plans)
+    if not _only_observes(facts):
+        yield "saved", _saving(facts.under_plans), _colour_of_saving(facts.under_plans)
     for order in facts.orders[:_MOST_ORDERS]:
         yield "  of these", order.in_words(), ""
     if facts.profiling_s or facts.profiling_j:
@@ -204,7 +205,9 @@ def _rows_of_energy(facts: JobFacts) -> Iterator[_Row]:
         yield "in all", _saving(facts.whole), _colour_of_saving(facts.whole)
     yield "pipelines", _pipelines(facts), ""
     for figure in figures_in_words(facts):
-        yield figure.label, figure.text, ""
+        first, separator, rest = figure.text.partition("; ")
+        yield figure.label, f"{first};" if separator else first, ""
+        yield "", rest, ""  # on a row of its own, so that 80 columns suffice
 
 
 def _rows_of_gpus(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:
@@ -223,8 +226,9 @@ def _rows_of_gpus(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:
         power = f"{watts(facts.power_w)}, now {watts(facts.present_power_w)}{cap}"
         yield "power", last_values(facts.recent_powers_w, power), ""
     if facts.power_window_s is not None:
-        span = f"{watts(facts.lowest_power_w)} to {watts(facts.highest_power_w)}, {watts(facts.power_change_w)} at most"
-        yield "  a second", f"{span} from one to the next (each of {duration(facts.power_window_s)})", ""
+        span = f"{watts(facts.lowest_power_w)} to {watts(facts.highest_power_w)}"
+        change = f"changes of {watts(facts.power_change_w)} at most"
+        yield "  a second", f"{span}, {change} (each of {duration(facts.power_window_s)})", ""
     if waits := facts.waits:
         range_ = f"ranks wait {min(waits):.0%} to {max(waits):.0%} of an iteration"
         yield "waiting", drawn(waits, _few([f"{share:.0%}" for share in waits], range_), (0.0,)), ""
@@ -264,7 +268,7 @@ def _state(facts: JobFacts) -> str:
 
 def _phase(facts: JobFacts) -> str:
     if facts.phase is None:
-        return (facts.unfinished or "ended") if facts.ended else "starting"
+        return (facts.unfinished or "") if facts.ended else "starting"
     text = PHASES.get(facts.phase, facts.phase)
     if facts.phase == "run" and facts.plan is not None:
         text = f"running under plan {facts.plan.plan}"
@@ -277,7 +281,7 @@ def _phase(facts: JobFacts) -> str:
 
 def _end(facts: JobFacts) -> str:
     if facts.ended:
-        return "ended"
+        return ""
     if facts.total_steps is None:
         return "unknown: the goal has no total_steps"
     return "not known yet" if facts.remaining_s is None else f"in about {_about(facts.remaining_s)}"
@@ -289,10 +293,22 @@ def _about(time_s: float) -> str:
     return f"{time_s / size:.0f} {unit}"
 
 
+def _only_observes(facts: JobFacts) -> bool:
+    """Return whether no plan ever runs, so that there is no goal and nothing to save."""
+    return facts.mode == "observe"
+
+
 def _saving(saving: SavingSummary | None) -> str:
+    """Describe a saving so that its certainty fits into 80 columns, and what is less important comes last."""
     if saving is None:
         return "nothing yet: no iteration under a plan"
-    return f"{saving.in_words()}; {saving.iterations} iterations"
+    if saving.saved is None or saving.slowdown is None:
+        text = f"{joules(saving.saved_j)} saved in {duration(-saving.gained_s)} more time"
+    else:
+        text = f"{saving.energy} energy ({joules(-saving.saved_j)}), {saving.time} time"
+    text += f": {saving.certainty}; {saving.iterations} iterations"
+    text += f", {saving.stalls} with stalls not compared" if saving.stalls else ""
+    return text + ("; relative to the profile's prediction" if saving.by_profile else "")
 
 
 def _pipelines(facts: JobFacts) -> str:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
@@ -89,11 +90,28 @@ def test_several_jobs_take_a_line_each():
     assert len(rendered(with_footer(jobs_table([facts_of(auto_job())] * 50), "[q] leave", 80))) == 24
 
 
+@pytest.mark.parametrize("records", [auto_job(), auto_job(40), ENDED], ids=["running", "longer", "ended"])
+def test_whether_a_saving_is_certain_fits_into_80_columns(records):
+    rows = {line[:10].strip(): line[10:] for line in rendered(JobScreen(facts_of(records), is_cut=True))}
+    for row in ("real", "saved"):
+        assert re.search(r"-20\.0 \+/- \S+ % energy \(-\S+ \w+\), \+2\.0 \+/- \S+ % time: certain;", rows[row]), rows[
+            row
+        ]
+    assert ("end" in rows, "phase" in rows) == ((records is not ENDED,) * 2)
+
+
+def test_a_job_that_only_observes_has_no_goal_and_no_saving(run, tmp_path):
+    write(tmp_path, [started(mode="observe"), default_iteration(1, "observe")])
+    out = run("watch", ".")[1]
+    assert "observe mode" in out
+    assert not re.search("^(goal|saved)", out, re.MULTILINE)
+
+
 def test_the_state_of_a_job_is_printed_once_into_a_pipe(run, tmp_path):
     code, _, err = run("watch", ".")
     assert (code, "no run.jsonl in this folder" in err) == (2, True), err
     for records, words in (
-        (ENDED, "state ended at step 26 phase ended end ended"),
+        (ENDED, "state ended at step 26 plan 3 promised"),
         ([*ONE_ITERATION, Ended(time=BEGIN)], "state ended at step 1 phase training ended before a plan ran"),
     ):
         write(tmp_path, records)
