@@ -305,7 +305,7 @@ def _saving(saving: SavingSummary | None) -> str:
     if saving.saved is None or saving.slowdown is None:
         text = f"{joules(saving.saved_j)} saved in {duration(-saving.gained_s)} more time"
     else:
-        text = f"{saving.energy} energy ({joules(-saving.saved_j)}), {saving.time} time"
+        text = f"{joules(-saving.saved_j)} energy ({saving.energy}), {saving.time} time"
     text += f": {saving.certainty}; {saving.iterations} iterations"
     text += f", {saving.stalls} with stalls not compared" if saving.stalls else ""
     return text + ("; relative to the profile's prediction" if saving.by_profile else "")

@@ -94,7 +94,7 @@ def test_several_jobs_take_a_line_each():
 def test_whether_a_saving_is_certain_fits_into_80_columns(records):
     rows = {line[:10].strip(): line[10:] for line in rendered(JobScreen(facts_of(records), is_cut=True))}
     for row in ("real", "saved"):
-        assert re.search(r"-20\.0 \+/- \S+ % energy \(-\S+ \w+\), \+2\.0 \+/- \S+ % time: certain;", rows[row]), rows[
+        assert re.search(r"-\S+ \w+ energy \(-20\.0 \+/- \S+ %\), \+2\.0 \+/- \S+ % time: certain;", rows[row]), rows[
             row
         ]
     assert ("end" in rows, "phase" in rows) == ((records is not ENDED,) * 2)
