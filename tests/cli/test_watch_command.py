@@ -230,13 +230,13 @@ def test_on_a_terminal_it_waits_for_the_job_and_shows_what_is_new_until_it_ends(
     reader.start()
     wait_until(lambda: b"Waiting for a job to start" in seen, "the words that there is none yet")
     write(tmp_path / "gpt3", auto_job(3))
-    wait_until(lambda: b"60.00 J less energy" in seen, "the first screen")
+    wait_until(lambda: b"-60.00 J energy" in seen, "the first screen")
     write(tmp_path / "gpt3", [*auto_job(4), Ended(time=BEGIN + 30)])
     assert process.wait(GIVE_UP_S) == 0
     reader.join()
     os.close(screen)
     text = seen.decode()
-    assert "80.00 J less energy" in text
+    assert "-80.00 J energy" in text
     assert "\x1b[32m" in text or ";32m" in text  # green
 
 
