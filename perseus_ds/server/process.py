@@ -246,7 +246,10 @@ class _ToRank0(logging.Handler):
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._send(0, Say(record.getMessage(), warns=True))
+        try:
+            self._send(0, Say(record.getMessage(), warns=True))
+        except Exception:  # the message and its arguments do not fit
+            self.handleError(record)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """The server process of a job: accepted agents, invalid messages, restarts and its end."""
 
+import logging
 import math
 import os
 import resource
@@ -460,6 +461,12 @@ def test_a_rank_that_joins_again_after_its_agent_was_stopped_has_not_left(proces
         server.receive(rank, Left())
     server.tick()
     assert server.is_over
+
+
+def test_a_warning_that_cannot_be_formatted_does_not_end_the_server(process, monkeypatch):
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    logging.getLogger("perseus_ds").warning("%d", "no number")
+    assert not process._outbox
 
 
 def test_an_agent_repeats_to_the_next_server_what_it_has_said_once(uplink):
