@@ -13,9 +13,12 @@ _PROCESSES_NEED_IT = (
     "tests/cli/test_reset_doctor_commands.py::test_doctor_without_a_driver",
     "tests/cli/test_reset_doctor_commands.py::test_doctor_finds_the_programs_with_which_deepspeed_compiles",
     "tests/cli/test_reset_doctor_commands.py::test_doctor_for_",
+    "tests/cli/test_reset_doctor_commands.py::test_doctor_says_that_the_first_job_compiles_silently",
     "tests/cli/test_watch_command.py::test_a_private_folder_does_not_hide_the_jobs_beside_it[command1]",
     "tests/clients/test_launch.py::test_engines_of_an_untouched_script_get_perseus",
     "tests/test_dependencies.py",
+    "tests/test_documentation.py::test_every_public_name_has_a_reference",
+    "tests/test_examples_in_pages.py",
     "tests/test_public_names.py::test_each_public_name_is_that_of_its_object[initialize]",
 )
 
