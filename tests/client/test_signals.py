@@ -76,7 +76,9 @@ for begins_first in (False, True):
 
 
 def run(code, *arguments):
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    # Newer Pythons warn of a fork in a process with several threads, which is what some of these test.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.stderr
     return done.stdout.splitlines()
 
