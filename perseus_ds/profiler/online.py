@@ -378,7 +378,7 @@ class OnlineProfiler:
             if clock == clock_mhz or has_other_keys:
                 del self._cache[clock, share]
         self._keys = keys
-        for part in _without_stalled(readings, computed):
+        for part in _undisturbed(readings, computed):
             at_s, energy_j = np.array(part).T
             self._visits[clock_mhz].append(_Visit(computed, at_s, energy_j))
 
@@ -577,10 +577,10 @@ def _weights(at_s: Floats, variance_rate_s: float) -> Floats:
     return np.asarray(weights - np.outer(offset, offset @ weights) / (offset @ offset))
 
 
-def _without_stalled(
+def _undisturbed(
     readings: Sequence[tuple[float, float]], computed: Sequence[tuple[Span, Key]]
 ) -> list[list[tuple[float, float]]]:
-    """Return consecutive readings without the intervals in which an instruction stalled, for example for its data.
+    """Divide readings at intervals in which an instruction stalled, for example for its data, and leave these out.
 
     The GPU waited for most of a stalled instruction, so its power is not that of its key.
     """
