@@ -1,8 +1,8 @@
 """How the ranks of a job agree, or raise the same error: the only protocol for this, through the job's own store.
 
 Each rank writes its part, or its error. Rank 0 waits for all parts, decides, and writes the answer, which may be an
-error. All ranks return the answer, or raise the error. Ranks that are missing are named after 10 s, and in an error
-after the timeout of the store.
+error. All ranks return the answer, or raise the error. Rank 0 does so last, since the store ends with its process.
+Ranks that are missing are named after 10 s, and in an error after the timeout of the store.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
+_READ_WITHIN_S = 10.0
+"""Time for which rank 0 waits for the others to read an answer [s]: one of them may have been killed meanwhile."""
 _NAMED_AFTER_S, _MOST_NAMED = 10.0, 4
 """Time after which missing ranks are named [s], and the maximum number of names."""
 
@@ -53,13 +55,16 @@ def agree(topic: str, step: str, part: Callable[[], bytes], decide: Callable[[li
 
     if rank == 0:
         store.set(f"{key}/answer", _outcome(answer))
-    return _value(*await_ranks(store, [f"{key}/answer"], has_come, step))
+    found = await_ranks(store, [f"{key}/answer"], has_come, step)
+    _leave(store, f"{key}/read")
+    return _value(*found)
 
 
 def withdraw(topic: str, error: PerseusError) -> None:
     """Raise an error on ranks that call :func:`agree` instead of this function. Does not wait for them."""
     store, rank, key = store_of_job(), dist.get_rank(), _next_key(topic)
     store.set(f"{key}/{rank}", _failure(error))
+    store.add(f"{key}/read", 1)
     if rank == 0:
         store.set(f"{key}/answer", _failure(error))
 
@@ -96,6 +101,15 @@ def await_ranks(
         timebase.sleep(look_s)
         look_s = min(2 * look_s, _LAST_LOOK_S)
     return [bytes(store.get(key)) for key in keys]
+
+
+def _leave(store: Any, key: str, timebase: Timebase = REAL_TIME) -> None:
+    """Count this rank as one that has read the answer. On rank 0, wait for the others."""
+    readers, look_s, until_s = store.add(key, 1), _FIRST_LOOK_S, timebase.now_s() + _READ_WITHIN_S
+    while dist.get_rank() == 0 and readers < dist.get_world_size() and timebase.now_s() < until_s:
+        timebase.sleep(look_s)
+        look_s = min(2 * look_s, _LAST_LOOK_S)
+        readers = store.add(key, 0)
 
 
 def _next_key(topic: str) -> str:

@@ -53,7 +53,6 @@ _LONGEST_WINDOW_S, _UNKNOWN_PERIOD_S = 1.35, 1.0
 _LONGEST_STEP_S, _LOOK_S = 4.0, 0.05
 # Number of refreshes in which the first rank waits for the others.
 _WAITED_REFRESHES = 6
-_MEASURING_FAILED = "perseus/measuring/failed"
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -332,11 +331,15 @@ def _read_counter(
 
 def _raise_on_all(error: str, device: torch.device) -> None:
     """Wait for all ranks in a collective, and raise an error on all of them if any rank has one."""
-    if error:
-        dist.distributed_c10d._get_default_store().set(_MEASURING_FAILED, error)
     (has_failed,) = _largest_of_all([float(bool(error))], device)
+
+    def part() -> bytes:
+        if error:
+            raise PerseusError(error)
+        return b""
+
     if has_failed:
-        raise PerseusError(dist.distributed_c10d._get_default_store().get(_MEASURING_FAILED).decode())
+        agree("measured", "measure its GPU", part, b"".join)
 
 
 def _largest_of_all(values: list[float], device: torch.device) -> tuple[float, ...]:

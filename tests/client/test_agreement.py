@@ -1,5 +1,6 @@
 """Ranks agree, or all raise the same error. Those that are missing are named by the first rank that waits for them."""
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -46,6 +47,36 @@ def test_an_error_of_the_decision_is_raised_on_all(agreed):
         raise ConfigError("they differ")
 
     assert [(type(each), str(each)) for each in agreed(lambda rank: b"", decide)] == [(ConfigError, "they differ")] * 3
+
+
+class StoreOfRank0:
+    """A store that ends when rank 0 leaves. The answer reaches other ranks 0.1 s late, or when rank 0 has left."""
+
+    def __init__(self, store):
+        self.store, self.has_left = store, threading.Event()
+
+    def check(self, keys):
+        if dist.get_rank() != 0 and keys[0].endswith("answer"):
+            self.has_left.wait(0.1)
+            assert not self.has_left.is_set(), "connection reset by peer"
+        return self.store.check(keys)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def test_the_rank_that_holds_the_store_leaves_when_all_have_read_the_answer(ranks, monkeypatch):
+    store = StoreOfRank0(dist.HashStore())
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+
+    def act():
+        try:
+            return agree("a topic", "come", lambda: b"x", b"+".join)
+        finally:
+            if dist.get_rank() == 0:
+                store.has_left.set()
+
+    assert ranks(3, act) == [b"x+x+x"] * 3
 
 
 @pytest.mark.parametrize("missing", [0, 2])
