@@ -3,7 +3,8 @@
     cd benchmarks/results
     python ../fleet_picture.py fleet-before.json fleet-today.json ../../docs/images/fleet.png
 
-Scenarios with nothing to save have no share. A scenario that was not run in the earlier version has one mark.
+Beside the name of a scenario is what its best plans save. A scenario with nothing to save has no share, and one that was
+not run in the earlier version has one mark.
 """
 
 from __future__ import annotations
@@ -11,33 +12,42 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 
-def shares(path: Path) -> dict[str, float]:
-    """Return the mean realised share of each scenario of a file, in its order."""
-    scenarios = json.loads(path.read_text())["scenarios"]
-    return {each["name"]: each["realised_mean"] for each in scenarios if each["realised_mean"] is not None}
+def scenarios(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of each scenario of a file, in its order."""
+    return {each["name"]: each for each in json.loads(path.read_text())["scenarios"]}
 
 
-def draw(before: dict[str, float], today: dict[str, float], path: Path) -> None:
-    """Draw a row for each scenario, the first one at the top."""
+def draw(before: dict[str, dict[str, Any]], today: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draw a row for each scenario, the first one at the top: realised shares, and how late the job was."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.21 * len(today) + 1.1), layout="constrained")
-    axes = figure.add_subplot()
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
     rows = {name: len(today) - number for number, name in enumerate(today)}
-    for name, row in rows.items():
-        if name in before:
-            axes.plot([100 * before[name], 100 * today[name]], [row, row], color="0.75", zorder=1)
-    known = [name for name in rows if name in before]
-    axes.plot([100 * before[name] for name in known], [rows[name] for name in known], "x", color="C1", label="before")
-    axes.plot([100 * today[name] for name in rows], list(rows.values()), "o", color="C0", label="today")
-    axes.set_yticks(list(rows.values()), list(rows), fontsize=7)
-    axes.set_xlim(min(0.0, 100 * min(today.values())), max(105.0, 100 * max(today.values()) + 5))
-    axes.set_ylim(0, len(today) + 1)
-    axes.set_xlabel("energy saved, of what the best plans would have saved [%], SIMULATED")
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="lower left")
+    shares = {name: 100 * one["realised_mean"] for name, one in today.items() if one["realised_mean"] is not None}
+    earlier = {name: 100 * before[name]["realised_mean"] for name in shares if name in before}
+    for name, share in earlier.items():
+        left.plot([share, shares[name]], [rows[name]] * 2, color="0.75", zorder=1)
+    left.plot([*earlier.values()], [rows[name] for name in earlier], "x", color="C1", label="before")
+    left.plot([*shares.values()], [rows[name] for name in shares], "o", color="C0", label="today")
+    late = [100 * one["late_worst"] for one in today.values()]
+    right.plot(late, [*rows.values()], "o", color="C0")
+    right.axvline(0, color="0.5", linewidth=1)
+    labels = [f"{name} ({100 * one['possible']:.1f} %)" for name, one in today.items()]
+    left.set_yticks([*rows.values()], labels, fontsize=7)
+    right.tick_params(axis="y", length=0)
+    left.set_xlim(min(0.0, *shares.values()) - 3, max(105.0, 5 + max(shares.values())))
+    right.margins(x=0.12)
+    left.set_ylim(0, len(today) + 1)
+    left.set_xlabel("energy saved, of what the best plans would have saved [%]")
+    right.set_xlabel("late [%]")
+    for axes in (left, right):
+        axes.grid(axis="x", alpha=0.3)
+    left.legend(loc="lower left")
+    figure.suptitle("SIMULATED jobs; in brackets: what the best plans save", fontsize=10)
     figure.savefig(path, dpi=110)
 
 
@@ -48,7 +58,7 @@ def main() -> None:
     parser.add_argument("today", type=Path)
     parser.add_argument("picture", type=Path)
     arguments = parser.parse_args()
-    draw(shares(arguments.before), shares(arguments.today), arguments.picture)
+    draw(scenarios(arguments.before), scenarios(arguments.today), arguments.picture)
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ def _draw(path: Path, pairs: Sequence[float], curves: dict[str, tuple[list[list[
         axes.set_xlabel("dwell time in pairs of forward and backward")
         axes.set_ylabel("energy saved [%]")
         axes.set_ylim(bottom=0)
-        axes.legend(title="dotted: plain search", fontsize="small")
+        axes.legend(title="dotted: plain search", fontsize="small", loc="lower left")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -24,13 +24,17 @@ _BIDI = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _LARGEST = 1e18
 
 
-def number(value: float | None, digits: int = 4) -> str:
-    """Format a number with the given number of significant digits and with thousands separated."""
+def number(value: float | None, digits: int = 4, *, like: float | None = None) -> str:
+    """Format a number with thousands separated, and with the given number of significant digits.
+
+    The number of decimals may be that of another number with which it is compared.
+    """
     if value is None or not math.isfinite(value):
         return _NONE
     if value == 0:
         return "0"
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    model = like or value
+    exponent = int(f"{model:.{digits - 1}e}".partition("e")[2])
     decimals = max(0, digits - 1 - exponent)
     return f"{value:,.{decimals}f}".replace(",", _SPACE).replace("-", _MINUS)
 
@@ -61,9 +65,9 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cells).rstrip() for cells in aligned]
 
 
-def joules(value_j: float | None) -> str:
-    """Format an energy, in J to GJ."""
-    return _scaled(value_j, {"GJ": 1e9, "MJ": 1e6, "kJ": 1e3, "J": 1.0})
+def joules(value_j: float | None, *, like: float | None = None) -> str:
+    """Format an energy, in J to GJ. It may have the unit of another energy with which it is compared."""
+    return _scaled(value_j, {"GJ": 1e9, "MJ": 1e6, "kJ": 1e3, "J": 1.0}, like)
 
 
 def watt_hours(value_j: float | None) -> str:
@@ -76,14 +80,19 @@ def grams(value_g: float | None) -> str:
     return _scaled(value_g, {"t": 1e6, "kg": 1e3, "g": 1.0})
 
 
-def watts(value_w: float | None) -> str:
-    """Format a power, in W to MW."""
-    return _scaled(value_w, {"MW": 1e6, "kW": 1e3, "W": 1.0})
+def watts(value_w: float | None, *, like: float | None = None) -> str:
+    """Format a power, in W to MW. It may have the unit of another power with which it is compared."""
+    return _scaled(value_w, {"MW": 1e6, "kW": 1e3, "W": 1.0}, like)
 
 
-def duration(value_s: float | None) -> str:
-    """Format a time, in ms to days."""
-    return _scaled(value_s, {"days": 86_400.0, "h": 3_600.0, "min": 60.0, "s": 1.0, "ms": 1e-3})
+def watts_between(lowest_w: float | None, highest_w: float | None) -> str:
+    """Format two powers in the unit of the higher one, such as ``0.861 to 1.255 kW``."""
+    return f"{watts(lowest_w, like=highest_w).split(' ')[0]} to {watts(highest_w)}"
+
+
+def duration(value_s: float | None, *, like: float | None = None) -> str:
+    """Format a time, in ms to days. It may have the unit of another time with which it is compared."""
+    return _scaled(value_s, {"days": 86_400.0, "h": 3_600.0, "min": 60.0, "s": 1.0, "ms": 1e-3}, like)
 
 
 def gpu_time(value_s: float | None) -> str:
@@ -99,14 +108,15 @@ def money(value: float | None, currency: str) -> str:
     return f"{text} {currency}"
 
 
-def _scaled(value: float | None, sizes: Mapping[str, float]) -> str:
-    """Format a value with four digits, in the largest unit in which it is at least 1."""
+def _scaled(value: float | None, sizes: Mapping[str, float], like: float | None = None) -> str:
+    """Format a value with four digits, in the largest unit in which it, or the value ``like``, is at least 1."""
     if value is None or not math.isfinite(value):
         return _NONE
+    model = like if like and math.isfinite(like) else value
     # A value that rounds up to the next unit uses that unit: 999.96 J is 1.000 kJ.
-    fitting = (unit for unit, size in sizes.items() if abs(value) >= 0.99995 * size)
+    fitting = (unit for unit, size in sizes.items() if abs(model) >= 0.99995 * size)
     unit = next(fitting, list(sizes)[-1])
-    return f"{number(value / sizes[unit])} {unit}"
+    return f"{number(value / sizes[unit], like=model / sizes[unit])} {unit}"
 
 
 def printable(text: str) -> str:

@@ -58,14 +58,20 @@ def table(frontier: Frontier, job: JobSums) -> tuple[str, bool]:
     plan, saving = frontier.within(0.0), job.under_plans
     assert saving is not None, "iterations ran under plans"
     mean = job.planned.mean()
-    rows = [
-        ("default clocks", frontier.baseline, mean.default_s, mean.default_j),
-        (f"plan {frontier.plans.index(plan)} of {len(frontier.plans)}", plan, mean.time_s, mean.energy_j),
-    ]
+    name = f"plan {frontier.plans.index(plan)} of {len(frontier.plans)}"
+    rows = [(name, plan, mean.time_s, mean.energy_j)]
     lines = [
         "                      iteration time [s]               energy per iteration [J]",
         "                   predicted  measured   error        predicted  measured   error",
     ]
+    if saving.by_profile:  # too few iterations at default clocks: what they take is a prediction, not a measurement
+        baseline = frontier.baseline
+        lines.append(
+            f"  default clocks   {baseline.time_s:9.3f}  not measured"
+            f"          {baseline.energy_j:12.1f}  not measured"
+        )
+    else:
+        rows.insert(0, ("default clocks", frontier.baseline, mean.default_s, mean.default_j))
     errors = []
     for name, predicted, time_s, energy_j in rows:
         error_t, error_e = predicted.time_s / time_s - 1, predicted.energy_j / energy_j - 1

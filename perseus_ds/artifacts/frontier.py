@@ -223,8 +223,9 @@ class Frontier:
         more = plans - saved[name]
         if more < _AS_GOOD:
             verdict = "is as good" if more > -_AS_GOOD else "saves more"
-            return f"In 1% more time, {name} {verdict}: it saves {saved[name]:.1%}, Perseus {plans:.1%}."
-        return f"In 1% more time, Perseus saves {100 * more:.1f} percentage points more than the best of them, {name}."
+            figures = f"it saves {100 * saved[name]:.1f} %, Perseus {100 * plans:.1f} %"
+            return f"In 1 % more time, {name} {verdict}: {figures}."
+        return f"In 1 % more time, Perseus saves {100 * more:.1f} percentage points more than the best of them, {name}."
 
     def _in_time(self, deadline_s: float) -> FrequencyPlan | None:
         index = bisect.bisect_right(self._times_s, deadline_s * (1 + _TOLERANCE))

@@ -24,6 +24,7 @@ from perseus_ds.units import (
     percent,
     watt_hours,
     watts,
+    watts_between,
     whole,
 )
 
@@ -34,6 +35,8 @@ _LEAST_PARTS = 4
 _LEAST_STEPS = 5
 """Minimum number of iterations per part of a trend. Fewer would show mostly noise."""
 _MORE_TIME = 1.01
+_NONE = "\N{EN DASH}"
+_TIMES = {"days": 86_400.0, "hours": 3_600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Trend:
     """Iterations under plans in successive parts of a job.
 
     Energy and time are relative differences from default clocks, so that -0.1 is 10 % less. ``x`` is the end of each
-    part: hours since the job started, or iterations if no times are recorded.
+    part: the time since the job started, in the unit that ``x_title`` names, or iterations if no times are recorded.
     """
 
     x: tuple[float, ...]
@@ -144,12 +147,16 @@ def trend_of(job: JobSums) -> Trend | None:
     began = job.history.first_start.time
     is_timed = began > 0 and all(part.ended is not None for part in parts)
 
-    def place(part: SeriesPart) -> float:
-        return (part.ended - began) / 3600 if is_timed and part.ended is not None else part.last
-
+    x: list[float] = [part.last for part in parts]
+    title = "iteration"
+    if is_timed:
+        times_s = [(part.ended or began) - began for part in parts]
+        unit = next((name for name, size_s in _TIMES.items() if times_s[-1] >= 2 * size_s), "seconds")
+        x = [time_s / _TIMES[unit] for time_s in times_s]
+        title = f"{unit} since the start"
     return Trend(
-        x=tuple(place(part) for part in parts),
-        x_title="hours since the start" if is_timed else "iteration",
+        x=tuple(x),
+        x_title=title,
         energy=tuple(-(part.sums.saved or 0.0) for part in parts),
         time=tuple(part.sums.slowdown or 0.0 for part in parts),
         texts=tuple(
@@ -413,8 +420,8 @@ def _row(what: str, sums: Sums, saving: SavingSummary | None, factors: Factors, 
         what=what,
         time_each=duration(mean.time_s),
         energy_each=joules(mean.energy_j),
-        time="" if saving is None else saving.time,
-        energy="" if saving is None else saving.energy,
+        time="" if saving is None else _time(saving),
+        energy="" if saving is None else _energy(saving),
         saved=joules(sums.saved_j),
         with_pue=factors.with_pue(sums.saved_j),
         carbon=factors.carbon(sums.saved_j),
@@ -435,28 +442,38 @@ def _tiles(found: Inputs, main: ReportedRun | None, factors: Factors) -> Iterato
             yield Tile(figure.title, figure.value, figure.note)
 
 
+def _energy(saving: SavingSummary) -> str:
+    return "undecided" if saving.saved is None else saving.energy
+
+
+def _time(saving: SavingSummary) -> str:
+    return "undecided" if saving.slowdown is None else saving.time
+
+
 def _saved(job: JobSums, saving: SavingSummary, gpus: int | None, factors: Factors) -> Iterator[Tile]:
     planned, under = job.planned, _under_plans(_plans_of(job))
     mean = planned.mean()
-    energy = f"{joules(mean.energy_j)} instead of {joules(mean.default_j)}"
-    time = f"{duration(mean.time_s)} instead of {duration(mean.default_s)}"
-    yield Tile(f"Energy {under}", saving.energy, f"{energy} an iteration at {saving.baseline}; {saving.certainty}")
+    energy = f"{joules(mean.energy_j, like=mean.default_j)} instead of {joules(mean.default_j)}"
+    time = f"{duration(mean.time_s, like=mean.default_s)} instead of {duration(mean.default_s)}"
+    yield Tile(f"Energy {under}", _energy(saving), f"{energy} an iteration at {saving.baseline}; {saving.certainty}")
     yield Tile(
-        f"Iteration time {under}", saving.time, f"{time}, mean of {planned.compared} iterations; {saving.certainty}"
+        f"Iteration time {under}", _time(saving), f"{time}, mean of {planned.compared} iterations; {saving.certainty}"
     )
     all_steps = job.whole
     if all_steps is None:
         return
+    change = "" if all_steps.saved is None else f"{all_steps.energy} energy, "
     yield Tile(
         "Saved so far", factors.with_pue(all_steps.saved_j),
-        f"{all_steps.energy} energy, {factors.carbon(all_steps.saved_j)} CO₂e, {factors.price(all_steps.saved_j)}; all "
+        f"{change}{factors.carbon(all_steps.saved_j)} CO₂e, {factors.price(all_steps.saved_j)}; all "
         f"{all_steps.iterations} iterations, profiling counted, PUE {number(factors.pue, 3)}; {all_steps.certainty}",
     )  # fmt: skip
     if gpus is not None:
         gained_s = all_steps.gained_s * gpus
+        change = "" if all_steps.slowdown is None else f"{all_steps.time} time, "
         yield Tile(
             f"GPU time {'gained' if gained_s >= 0 else 'lost'}", gpu_time(abs(gained_s)),
-            f"{all_steps.time} time on {gpus} GPUs, all iterations; {all_steps.certainty}",
+            f"{change}{gpus} GPUs, all iterations; {all_steps.certainty}",
         )  # fmt: skip
 
 
@@ -483,9 +500,10 @@ def _power(job: JobSums) -> Iterator[Tile]:
     power = job.history.power
     if power is not None:
         which = "of the run" if job.history.plan is None else "under plans"
+        mean, change = watts(power.mean_w, like=power.highest_w), watts(power.change_w, like=power.highest_w)
         yield Tile(
-            "Power over a second", f"{watts(power.lowest_w)} to {watts(power.highest_w)}",
-            f"{watts(power.mean_w)} on average, {watts(power.change_w)} at most from one to the next; all GPUs, "
+            "Power over a second", watts_between(power.lowest_w, power.highest_w),
+            f"{mean} on average, {change} at most from one to the next; all GPUs, "
             f"iterations {which}, grouped to at least a second: {duration(power.window_s)}",
         )  # fmt: skip
 
@@ -531,7 +549,7 @@ def _other_plans(frontier: Frontier, used: int | None, planned: Sums | None, fac
         change_j = energy * (planned.energy_j if planned is not None else 0.0)
         sign = "+" if change_j > 0 else ""
         power = plan.power
-        span = "\N{EN DASH}" if power is None else f"{watts(power.lowest_w)} to {watts(power.highest_w)}"
+        span = _NONE if power is None else watts_between(power.lowest_w, power.highest_w)
         mark = "" if each != in_use else " (in use)" if used is not None else " (the fastest)"
         yield OtherPlan(
             number=each,
@@ -566,4 +584,4 @@ def _waits(found: Inputs) -> Iterator[WaitTable]:
 
 def _alternatives(frontier: Frontier) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, saved in frontier.savings().items():
-        yield name, tuple("\N{EN DASH}" if value is None else f"{100 * value:.1f} %" for value in saved)
+        yield name, tuple(_NONE if value is None else f"{100 * value:.1f} %" for value in saved)

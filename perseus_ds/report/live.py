@@ -37,7 +37,7 @@ from perseus_ds.progress.facts import JobFacts, facts_of, figures_in_words
 from perseus_ds.progress.present import PHASES
 from perseus_ds.progress.sums import JobsOfFile
 from perseus_ds.server.control_socket import ADDRESS_FILE
-from perseus_ds.units import duration, joules, number, percent, plain, printable, watt_hours, watts
+from perseus_ds.units import duration, joules, number, percent, plain, printable, watt_hours, watts, watts_between
 
 _PERIOD_S = 1.0
 
@@ -222,20 +222,23 @@ def _rows_of_gpus(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:
     if facts.iteration_s is not None:
         yield "time", last_values(facts.recent_times_s, duration(facts.iteration_s)), ""
     if facts.power_w is not None:
-        cap = "" if facts.cap_w is None else f", cap {watts(facts.cap_w)}"
-        power = f"{watts(facts.power_w)}, now {watts(facts.present_power_w)}{cap}"
+        cap = "" if facts.cap_w is None else f", cap {watts(facts.cap_w, like=facts.power_w)}"
+        power = f"{watts(facts.power_w)}, now {watts(facts.present_power_w, like=facts.power_w)}{cap}"
         yield "power", last_values(facts.recent_powers_w, power), ""
     if facts.power_window_s is not None:
-        span = f"{watts(facts.lowest_power_w)} to {watts(facts.highest_power_w)}"
-        change = f"changes of {watts(facts.power_change_w)} at most"
+        highest_w = facts.highest_power_w
+        span = watts_between(facts.lowest_power_w, highest_w)
+        change = f"changes of {watts(facts.power_change_w, like=highest_w)} at most"
         yield "  a second", f"{span}, {change} (each of {duration(facts.power_window_s)})", ""
     if waits := facts.waits:
         range_ = f"ranks wait {min(waits):.0%} to {max(waits):.0%} of an iteration"
         yield "waiting", drawn(waits, _few([f"{share:.0%}" for share in waits], range_), (0.0,)), ""
         yield "slowest", _slowest(facts.busy_s), ""
     if powers_w := facts.powers_w:
-        range_ = f"{watts(min(powers_w))} to {watts(max(powers_w))}"
-        yield "GPUs", drawn(powers_w, _few([watts(power_w) for power_w in powers_w], range_), (0.0,)), ""
+        most_w = max(powers_w)
+        range_ = watts_between(min(powers_w), most_w)
+        each = [watts(power_w, like=most_w) for power_w in powers_w]
+        yield "GPUs", drawn(powers_w, _few(each, range_), (0.0,)), ""
     yield "limited", limits_in_words(facts.limits, facts.more_limits), "yellow"
     late = f"pipeline {facts.straggler} takes {number(facts.straggler_slowdown, 3)} times as long as the others"
     yield "straggler", *((late, "yellow") if facts.straggler is not None else ("none", ""))
@@ -320,8 +323,9 @@ def _pipelines(facts: JobFacts) -> str:
         for each in facts.pipelines[:_MOST_PIPELINES]
     ]
     if rest := facts.pipelines[_MOST_PIPELINES:]:
-        least, most = (joules(choose(each.energy_j for each in rest)) for choose in (min, max))
-        shown.append(f"{rest[0].pipeline} to {rest[-1].pipeline}: {least} to {most} each")
+        least_j, most_j = min(each.energy_j for each in rest), max(each.energy_j for each in rest)
+        span = f"{joules(least_j, like=most_j)} to {joules(most_j)}"
+        shown.append(f"{rest[0].pipeline} to {rest[-1].pipeline}: {span} each")
     return "; ".join(shown)
 
 

@@ -174,3 +174,13 @@ def test_an_undecided_saving_is_a_number_of_pairs_on_all_outputs(tmp_path, capsy
     gauges = {s.name: s.value for family in registry_of(lambda: facts).collect() for s in family.samples}
     assert "perseus_saving_ratio" not in gauges
     assert (gauges["perseus_pairs"], gauges["perseus_undecided"]) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_the_demo_does_not_show_a_prediction_as_measured(is_measured):
+    iterations = [planned_iteration(n, default_measured=is_measured, trial=TrialState()) for n in range(7, 20)]
+    lines = demo_table(fold([*auto_job()[:1], *iterations]).current).splitlines()
+    (default,) = (line for line in lines if line.startswith("  default clocks"))
+    assert ("not measured" in default) == (not is_measured)
+    (plan,) = (line for line in lines if line.startswith("  plan 0 of 1"))
+    assert "80.0" in plan

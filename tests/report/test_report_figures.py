@@ -61,9 +61,16 @@ def test_power_over_a_second_is_that_of_the_iterations_under_plans(tmp_path):
     records = [START, *(record(n, "observe", 2.0, 400.0) for n in (1, 2)), record(3, "observe", 2.0, 600.0)]
     write_log(tmp_path, records)
     tile = tile_of(read(tmp_path), "Power over a second")
-    assert tile.value == "200.0 W to 300.0 W"
+    assert tile.value == "200.0 to 300.0 W"
     assert "100.0 W at most from one to the next" in tile.note
     assert "2.000 s" in tile.note
+
+
+def test_powers_that_are_compared_have_one_unit(tmp_path):
+    write_log(tmp_path, [START, *(record(n, "observe", 2.0, energy_j) for n, energy_j in ((1, 1722.0), (2, 2510.0)))])
+    tile = tile_of(read(tmp_path), "Power over a second")
+    assert tile.value == "0.861 to 1.255 kW"
+    assert tile.note.startswith("1.058 kW on average, 0.394 kW at most from one to the next")
 
 
 def test_the_bill_counts_every_iteration_and_the_data_centre(tmp_path):
@@ -149,14 +156,29 @@ def test_a_long_job_with_large_records_takes_little_memory(tmp_path):
     assert kept / history.iterations < 500
 
 
-def test_the_trend_shows_a_saving_that_fades(tmp_path):
+def ran_for(hours):
+    """Return the records of 101 iterations under a plan, which end over some hours and save less and less."""
     default = {"default_time_s": 1.0, "default_energy_j": 100.0}
-    ran = [record(n, "run", 1.0, 80.0 + n / 10, plan=0) | {"ended": 1000.0 + 36 * n} | default for n in range(101)]
+    ends = [{"ended": 1000.0 + 36 * hours * n} for n in range(101)]
+    return [record(n, "run", 1.0, 80.0 + n / 10, plan=0) | end | default for n, end in enumerate(ends)]
+
+
+@pytest.mark.parametrize(
+    ("hours", "last", "title"),
+    [(0.01, 36.0, "seconds"), (1.0, 60.0, "minutes"), (30.0, 30.0, "hours"), (240.0, 10.0, "days")],
+)
+def test_the_time_of_a_trend_has_a_unit_that_fits_the_length_of_the_job(tmp_path, hours, last, title):
+    write_log(tmp_path, [START, *ran_for(hours)])
+    trend = trend_of(read_run(tmp_path).job)
+    assert trend.x_title == f"{title} since the start"
+    assert trend.x[-1] == pytest.approx(last, rel=0.01)
+
+
+def test_the_trend_shows_a_saving_that_fades(tmp_path):
+    ran = ran_for(hours=1.0)
     write_log(tmp_path, [START, *ran])
     trend = trend_of(read_run(tmp_path).job)
     assert len(trend.x) == len(trend.energy) == 17
-    assert trend.x_title == "hours since the start"
-    assert trend.x[-1] == pytest.approx(1.0, abs=0.01)
     assert trend.energy[0] == pytest.approx(-0.197, abs=0.001)
     assert trend.energy[-1] == pytest.approx(-0.102, abs=0.001)
     assert trend.time == pytest.approx([0.0] * 17)

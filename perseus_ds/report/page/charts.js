@@ -38,10 +38,14 @@ function drawCharts() {
       layout.autosize = false;
       layout.width = plot.closest(".three") ? THIRD_OF_PAPER : PAPER;
     }
+    const shown = painted(figure.data);
+    if (narrow.matches && !printing) {
+      for (const trace of shown) trace.name = trace.name?.replace(", run ", ",<br>run ");  // lines of the legend are not wrapped
+    }
     // The rules for paper hold only later, so its height is set here.
     plot.style.height = printing ? `${Math.min(plot.clientHeight, PAPER_HEIGHT)}px` : "";
     layout.height = plot.clientHeight;
-    Plotly.react(plot, painted(figure.data), layout, config);
+    Plotly.react(plot, shown, layout, config);
   }
 }
 
