@@ -3,7 +3,7 @@
     cd benchmarks/results
     python ../fleet_picture.py fleet-before.json fleet-today.json ../../docs/images/fleet.png
 
-Beside the name of a scenario is what its best plans save. A scenario with nothing to save has no share, and one that was
+Beside the name of a scenario is what its best plans save. A scenario with nothing to save has no share. One that was
 not run in the earlier version has one mark.
 """
 

@@ -67,8 +67,7 @@ def table(frontier: Frontier, job: JobSums) -> tuple[str, bool]:
     if saving.by_profile:  # too few iterations at default clocks: what they take is a prediction, not a measurement
         baseline = frontier.baseline
         lines.append(
-            f"  default clocks   {baseline.time_s:9.3f}  not measured"
-            f"          {baseline.energy_j:12.1f}  not measured"
+            f"  default clocks   {baseline.time_s:9.3f}  not measured          {baseline.energy_j:12.1f}  not measured"
         )
     else:
         rows.insert(0, ("default clocks", frontier.baseline, mean.default_s, mean.default_j))

@@ -10,7 +10,6 @@ from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.run_records import SavingSummary, Sums, of_order
 from perseus_ds.progress.facts import facts_of, figures_in_words
-from perseus_ds.progress.series import SeriesPart
 from perseus_ds.progress.sums import Conditions, JobSums
 from perseus_ds.report.inputs import Inputs, RecordedRun, label
 from perseus_ds.units import (

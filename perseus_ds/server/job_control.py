@@ -55,7 +55,9 @@ class Effect:
     def in_words(self) -> str:
         """Description of the figures that matter for the goal."""
         words = cost_in_words(self.slowdown, self.saved)
-        return words if self.limit_w is None else f"{words}, {watts(self.power_w, like=self.limit_w)} of {watts(self.limit_w)}"
+        if self.limit_w is None:
+            return words
+        return f"{words}, {watts(self.power_w, like=self.limit_w)} of {watts(self.limit_w)}"
 
     def delay_in_words(self, duration_s: float) -> str:
         """Describe the time that a power limit costs during some time [s]. Empty if it costs none."""
