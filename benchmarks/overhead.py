@@ -132,10 +132,11 @@ def report_agent(library: Path, folder: Path) -> None:
                 pass
         (agent,) = stub.agents()
         time.sleep(AGENT_SKIPPED_S)
-        before_s, switches, began_s = sum(agent.cpu_times()[:2]), _wake_ups(agent), time.perf_counter()
+        before_s, switches, began_s = _used_s(agent), _wake_ups(agent), time.perf_counter()
         time.sleep(AGENT_MEASURED_S)
         elapsed_s = time.perf_counter() - began_s
-        used, wakes = (sum(agent.cpu_times()[:2]) - before_s) / elapsed_s, (_wake_ups(agent) - switches) / elapsed_s
+        loop, drivers = ((after - before) / elapsed_s for after, before in zip(_used_s(agent), before_s, strict=True))
+        wakes = (_wake_ups(agent) - switches) / elapsed_s
         ends = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
         for loop in busy:
             loop.kill()
@@ -146,7 +147,14 @@ def report_agent(library: Path, folder: Path) -> None:
         ]
         quantiles = [1e3 * value for value in (statistics.median(late_s), sorted(late_s)[int(0.99 * len(late_s))])]
         shown = f"late by {quantiles[0]:.2f} ms at the median, {quantiles[1]:.2f} ms at the 99th percentile"
-        say(f"  {name:24} {used:.2%} of a core, {wakes:.0f} wake-ups a second; {len(late_s)} clocks requested, {shown}")
+        used = f"{loop:.2%} of a core, and {drivers:.2%} in the threads that call drivers"
+        say(f"  {name:24} {used}, {wakes:.0f} wake-ups a second; {len(late_s)} clocks requested, {shown}")
+
+
+def _used_s(agent: Any) -> tuple[float, float]:
+    """Return the processor time of an agent's loop, and that of its threads that call drivers [s]."""
+    used_s = {thread.id: thread.user_time + thread.system_time for thread in agent.threads()}
+    return used_s.pop(agent.pid), sum(used_s.values())
 
 
 def _wake_ups(process: Any) -> int:

@@ -18,6 +18,7 @@ import contextlib
 import math
 import mmap
 import os
+import select
 import selectors
 import signal
 import socket
@@ -88,8 +89,7 @@ class Agent:
         self._open_gpu = open_gpu
         self._find_gpu = find_gpu
         self._time = timebase
-        # Other selectors round their timeouts up to milliseconds, which would delay clocks.
-        self._selector = selectors.SelectSelector()
+        self._selector = selectors.EpollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         # Threads of drivers wake the loop.
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -101,7 +101,7 @@ class Agent:
         # GPUs that processes of other jobs left locked, and these processes.
         self._left: dict[str, tuple[int, GpuActor]] = {}
         self._began_s = self._update_at_s = self._next_s = self._restore_at_s = timebase.now_s()
-        self._has_served = self.terminates = False
+        self._has_served = self.terminates = self.is_over = False
         self._uplinks: list[Uplink] = []
         self._server: JobServerChild | None = None
         # Ranks that wait until the server has started.
@@ -116,7 +116,7 @@ class Agent:
 
     def serve(self) -> None:
         """Serve until the last rank has ended, or return if no rank connects within 10 s."""
-        while self._is_needed():
+        while not self.is_over:
             self.step()
         if self._server is not None and not self._server.is_followed:
             self._server.end()  # rank 0 ended before it connected to the server, which would wait for it
@@ -127,8 +127,10 @@ class Agent:
     def step(self) -> None:
         """Wait for at most 0.1 s, and do what is due."""
         try:
-            for key, _ in self._selector.select(max(0.0, self._next_s - self._time.now_s())):
-                key.data()
+            # Waiting in epoll itself would round the time up to milliseconds, which would delay clocks.
+            if select.select([self._selector], (), (), max(0.0, self._next_s - self._time.now_s()))[0]:
+                for key, _ in self._selector.select(0):
+                    key.data()
             now_s = self._time.now_s()
             if self._exchange_at_s <= now_s:
                 self._exchange_at_s = now_s + _POLL_S
@@ -136,6 +138,7 @@ class Agent:
             if self._update_at_s <= now_s or self.terminates:
                 self._update_leases()
                 self._check_server()
+                self.is_over = not self._is_needed()
             self._next_s = min(self._update_at_s, self._exchange_at_s, self._follow_marks(now_s))
         except (OSError, RuntimeError):  # too many files or threads: try again
             self._time.sleep(_POLL_S)

@@ -48,8 +48,17 @@ class Hooks:
         return functools.wraps(function)(self._surrounded(lambda: function, around))
 
     def guarded(self, function: Method) -> Method:
-        """Return a function of Perseus that others call. After an error, its result is None."""
-        return self._surrounded(lambda: _nothing, lambda _, *args, **kwargs: function(*args, **kwargs))
+        """Return a function of Perseus that others call. After an error or the removal, its result is None."""
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if self._removed:
+                return None
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                return self._on_error(error)
+
+        return guarded
 
     def remove(self) -> None:
         """Restore the objects. A hook that was installed over one of ours stays."""
@@ -111,7 +120,3 @@ class Call:
             raise
         self.is_over = True
         return self.result
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing."""
