@@ -135,7 +135,7 @@ def report_agent(library: Path, folder: Path) -> None:
         before_s, switches, began_s = _used_s(agent), _wake_ups(agent), time.perf_counter()
         time.sleep(AGENT_MEASURED_S)
         elapsed_s = time.perf_counter() - began_s
-        loop, drivers = ((after - before) / elapsed_s for after, before in zip(_used_s(agent), before_s, strict=True))
+        of_loop, of_drivers = ((after - at) / elapsed_s for after, at in zip(_used_s(agent), before_s, strict=True))
         wakes = (_wake_ups(agent) - switches) / elapsed_s
         ends = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
         for loop in busy:
@@ -147,7 +147,7 @@ def report_agent(library: Path, folder: Path) -> None:
         ]
         quantiles = [1e3 * value for value in (statistics.median(late_s), sorted(late_s)[int(0.99 * len(late_s))])]
         shown = f"late by {quantiles[0]:.2f} ms at the median, {quantiles[1]:.2f} ms at the 99th percentile"
-        used = f"{loop:.2%} of a core, and {drivers:.2%} in the threads that call drivers"
+        used = f"{of_loop:.2%} of a core, and {of_drivers:.2%} in the threads that call drivers"
         say(f"  {name:24} {used}, {wakes:.0f} wake-ups a second; {len(late_s)} clocks requested, {shown}")
 
 
