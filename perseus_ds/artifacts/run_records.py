@@ -80,9 +80,39 @@ class TrialState(BaseModel):
     saved_error: float | None = Field(None, description="Its error, which is exceeded in at most 5 % of the cases.")
 
     @property
+    def word(self) -> str:
+        """Whether the saving is certain, in one word."""
+        return VERDICTS.get(self.verdict, "undecided")
+
+    @property
     def is_undecided(self) -> bool:
         """True if it is not known whether the plans are good."""
-        return VERDICTS.get(self.verdict, "undecided") == "undecided"
+        return self.word == "undecided"
+
+    @property
+    def certainty(self) -> str:
+        """Whether the saving is certain, with the number of pairs or the reason."""
+        if self.is_undecided:
+            return f"undecided after {self._pairs_in_words} of blocks"
+        return self.word if self.word == "certain" else f"{self.word} ({self.verdict})"
+
+    @property
+    def energy(self) -> str:
+        """The change of energy with its error. Only the number of pairs while it is undecided."""
+        if self.saved is None or self.is_undecided:
+            return self._pairs_in_words
+        return with_error(-self.saved, self.saved_error)
+
+    @property
+    def time(self) -> str:
+        """The change of time with its error. Only the number of pairs while it is undecided."""
+        if self.slowdown is None or self.is_undecided:
+            return self._pairs_in_words
+        return with_error(self.slowdown, self.slowdown_error)
+
+    @property
+    def _pairs_in_words(self) -> str:
+        return f"{self.pairs} pair{'' if self.pairs == 1 else 's'}"
 
 
 VERDICTS: Mapping[str, str] = {
@@ -349,13 +379,11 @@ class SummedIterations(RunRecord):
         return total
 
 
-class SavingSummary(BaseModel):
+class SavingSummary(TrialState):
     """A saving compared with default clocks, as all outputs show it.
 
     Errors are exceeded in at most 5 % of the cases.
     """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     iterations: int = Field(description="Iterations that it covers.")
     stalls: int = Field(0, description="Iterations of these that are not compared, because they contain a stall.")
@@ -364,38 +392,10 @@ class SavingSummary(BaseModel):
     saved: float | None = Field(
         None, description="Energy saved, as a fraction of that at default clocks; none as long as plans are undecided."
     )
-    saved_error: float | None = Field(None, description="Its error.")
-    slowdown: float | None = Field(None, description="Change of time as a fraction; 0.01 is 1 % longer.")
-    slowdown_error: float | None = Field(None, description="Its error.")
-    pairs: int = Field(0, description="Pairs of blocks that were compared in the trial of the plans.")
-    verdict: str = Field("unknown", description="Verdict of the trial.")
+    slowdown: float | None = Field(
+        None, description="Change of time as a fraction; 0.01 is 1 % longer; none as long as plans are undecided."
+    )
     by_profile: bool = Field(False, description="Whether default clocks are predicted by the profile, not measured.")
-
-    @property
-    def word(self) -> str:
-        """Whether the saving is certain, in one word."""
-        return VERDICTS.get(self.verdict, "undecided")
-
-    @property
-    def certainty(self) -> str:
-        """Whether the saving is certain, with the number of pairs or the reason."""
-        if self.word == "undecided":
-            return f"undecided after {self.pairs} pair{'' if self.pairs == 1 else 's'} of blocks"
-        return self.word if self.word == "certain" else f"{self.word} ({self.verdict})"
-
-    @property
-    def energy(self) -> str:
-        """The change of energy with its error. Only the number of pairs while it is undecided."""
-        if self.saved is None:
-            return f"{self.pairs} pair{'' if self.pairs == 1 else 's'}"
-        return with_error(-self.saved, self.saved_error)
-
-    @property
-    def time(self) -> str:
-        """The change of time with its error. Only the number of pairs while it is undecided."""
-        if self.slowdown is None:
-            return f"{self.pairs} pair{'' if self.pairs == 1 else 's'}"
-        return with_error(self.slowdown, self.slowdown_error)
 
     @property
     def baseline(self) -> str:
@@ -548,14 +548,15 @@ class PlanJudged(Event):
     kept: bool = Field(False, description="Whether it is kept.")
     reason: str = Field("", description="Why not.")
     then: str = Field("", description="The consequence.")
-    saving: SavingSummary | None = Field(None, description="Saving since the trial of the plan began.")
+    trial: TrialState | None = Field(None, description="What the trial of the plan has shown.")
     promised_slowdown: float = Field(0.0, description="Promised change of time as a fraction.")
     promised_saved: float = Field(0.0, description="Promised saving of energy as a fraction.")
 
     def in_words(self) -> str:
         text = f"plan {self.plan} is kept" if self.kept else f"plan {self.plan} is dropped, since {self.reason}"
-        if self.saving is not None:
-            text += f": {self.saving.in_words()} (promised {changes(self.promised_slowdown, self.promised_saved)})"
+        if (trial := self.trial) is not None:
+            found = changes(trial.slowdown, trial.saved, trial.slowdown_error, trial.saved_error)
+            text += f": {found} ({trial.certainty}; promised {changes(self.promised_slowdown, self.promised_saved)})"
         return f"{text}; {self.then}" if self.then else text
 
 
@@ -757,10 +758,12 @@ def goal_in_words(goal: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def changes(slowdown: float | None, saved: float | None) -> str:
-    """Return a description of changes compared with default clocks. Changes that are None are unknown."""
-    time = "time unknown" if slowdown is None else f"{percent(slowdown)} time"
-    energy = "energy unknown" if saved is None else f"{percent(-saved)} energy"
+def changes(
+    slowdown: float | None, saved: float | None, slowdown_error: float | None = None, saved_error: float | None = None
+) -> str:
+    """Return a description of changes compared with default clocks, with errors. What is None is unknown."""
+    time = "time unknown" if slowdown is None else f"{with_error(slowdown, slowdown_error)} time"
+    energy = "energy unknown" if saved is None else f"{with_error(-saved, saved_error)} energy"
     return f"{time}, {energy}"
 
 

@@ -35,7 +35,7 @@ from scipy.special import stdtrit
 
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.profile import Floats
-from perseus_ds.artifacts.run_records import Sums, TrialState
+from perseus_ds.artifacts.run_records import TrialState
 from perseus_ds.savings import STALL, DefaultClocks, Size
 
 TOLERANCE = 0.01
@@ -269,13 +269,11 @@ class Trial(FileModel):
         pairs: The evidence.
         blocks: Number of blocks under plans between two at default clocks.
         left: Number of these blocks that are still to run.
-        saving: Sums over all iterations under the plans.
     """
 
     pairs: list[Pair] = Field(default_factory=list, max_length=_KEPT_PAIRS)
     blocks: Annotated[int, Field(ge=1, le=_MOST_BLOCKS)] = 1
     left: Annotated[int, Field(ge=0, le=_MOST_BLOCKS)] = 1
-    saving: Sums = Field(default_factory=Sums)
     _recorded: tuple[list[Pair], TrialState] | None = PrivateAttr(None)
 
     def add(self, pair: Pair | None) -> Verdict:
@@ -303,7 +301,6 @@ class Trial(FileModel):
     def restart(self) -> None:
         """Forget the evidence, because other plans run from now on."""
         self.pairs, self.blocks, self.left = [], 1, 1
-        self.saving = Sums()
 
     def estimates(self, latest: int = _KEPT_PAIRS) -> tuple[Estimate, Estimate]:
         """Return the lateness of plans and the change of energy over the latest pairs, as logarithms of ratios."""

@@ -121,16 +121,8 @@ class JobSums:
             self._micro_batches[event.order] = event.micro_batches
         elif isinstance(event, ProfileWritten):
             self._frontier += 1
-        elif isinstance(event, PlanJudged) and event.saving is not None:
-            saving = event.saving
-            self._decided = self._trial = TrialState(
-                pairs=saving.pairs,
-                verdict=saving.verdict,
-                slowdown=saving.slowdown,
-                slowdown_error=saving.slowdown_error,
-                saved=saving.saved,
-                saved_error=saving.saved_error,
-            )
+        elif isinstance(event, PlanJudged) and event.trial is not None:
+            self._decided = self._trial = event.trial
 
     def _add_iteration(self, record: IterationRecord, sums: Sums) -> None:
         conditions = Conditions(self._frontier, record.phase, record.order or 0, record.plan)
@@ -226,7 +218,7 @@ class JobSums:
         return self._summary(trial, self._trial) if trial.iterations else None
 
     def _summary(self, sums: Sums, trial: TrialState) -> SavingSummary:
-        return saving_summary(sums, trial, by_profile=self._by_profile)
+        return _saving_summary(sums, trial, by_profile=self._by_profile)
 
     @property
     def whole(self) -> SavingSummary | None:
@@ -248,7 +240,7 @@ class JobSums:
             compared_j=total.energy_j,
             default_j=total.energy_j + saved_j,
         )
-        return saving_summary(
+        return _saving_summary(
             whole,
             self._decided or self._trial,
             by_profile=self._by_profile,
@@ -341,7 +333,7 @@ class JobSums:
         return list(itertools.zip_longest(self._all_j, saved_j, fillvalue=0.0))
 
 
-def saving_summary(
+def _saving_summary(
     sums: Sums, trial: TrialState, *, by_profile: bool = False, time_share: float = 1.0, energy_share: float = 1.0
 ) -> SavingSummary:
     """Return how a saving is shown.

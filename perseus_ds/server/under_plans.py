@@ -12,9 +12,8 @@ from typing import Any
 from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
 from perseus_ds.policy.reports import JobDrift, rank_drift
 from perseus_ds.policy.trial import Block, BlockIteration, Limits, Verdict, compare
-from perseus_ds.progress.sums import saving_summary
 from perseus_ds.protocol.job_messages import Times
-from perseus_ds.savings import DefaultClocks, as_in, sums_of
+from perseus_ds.savings import DefaultClocks
 from perseus_ds.server.frontiers import Planner
 from perseus_ds.server.iterations import NextPhase, Run, Seen, iteration
 from perseus_ds.server.job import Job
@@ -200,8 +199,6 @@ class PlanRunner:
         """
         condition = self.selector.is_paused, self.selector.is_capped
         seen = await iteration(run)
-        if seen.plans is not None and self._recorder.last is not None:
-            self._state.trial.saving.add(sums_of(self._recorder.last))
         self._iteration_s = seen.time_s
         self._latest_clocks = _Clocks.of(seen)
         self.selector.learn(seen)
@@ -305,7 +302,7 @@ class PlanRunner:
                 kept=not verdict.is_dropped,
                 reason=_REASONS[verdict],
                 then=then,
-                saving=saving_summary(as_in(trial.recorded(), trial.saving), trial.recorded()),
+                trial=trial.recorded(),
                 promised_slowdown=round(trial.figures.promised_slowdown, 5),
                 promised_saved=round(promised or 0.0, 5),
             )

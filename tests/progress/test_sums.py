@@ -10,7 +10,6 @@ from perseus_ds.artifacts.run_records import (
     OrderPlanned,
     PlanJudged,
     ProfileWritten,
-    SavingSummary,
     TrialState,
 )
 from perseus_ds.progress.sums import fold
@@ -129,10 +128,8 @@ def test_wherever_a_per_cent_is_shown_its_error_and_the_certainty_are_too():
 
 
 def dropped(verdict):
-    saving = SavingSummary(
-        iterations=9, saved_j=-9.0, gained_s=-1.0, saved_error=0.01, slowdown_error=0.02, pairs=7, verdict=verdict
-    )
-    return PlanJudged(plan=3, kept=False, saving=saving)
+    trial = TrialState(pairs=7, verdict=verdict, saved_error=0.01, slowdown_error=0.02)
+    return PlanJudged(plan=3, kept=False, trial=trial)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from perseus_ds.artifacts.run_records import (
     PlanJudged,
     ProfileWritten,
     RecordFollower,
-    SavingSummary,
     SummedIterations,
     TrialState,
     read_records,
@@ -50,13 +49,13 @@ def long_job(seed=0, iterations=3000):
         else:
             records.append(default_iteration(number, draw.choice(["default", "profile", "observe"]), **fields))
         if draw.random() < 0.01:
-            saving = SavingSummary(iterations=5, saved_j=1.0, gained_s=0.0, pairs=pairs, verdict="late")
+            late = TrialState(pairs=pairs, verdict="late")
             records.append(
                 draw.choice(
                     [
                         LimitsChanged(time=BEGIN + number),
                         PlanChosen(time=BEGIN + number, plan=3, plans=(3, 3)),
-                        PlanJudged(time=BEGIN + number, saving=saving),
+                        PlanJudged(time=BEGIN + number, trial=late),
                         ProfileWritten(time=BEGIN + number),
                         OrderPlanned(time=BEGIN + number, order=1, micro_batches=4),
                         Ended(time=BEGIN + number),

@@ -16,8 +16,8 @@ def test_a_plan_promises_the_same_wherever_it_is_said_though_the_profile_is_a_li
     job.train(5)
     records = job.close()
     promised = changes(judged.promised_slowdown, judged.promised_saved)
-    assert judged.saving.slowdown == pytest.approx(judged.promised_slowdown, abs=0.005)
-    assert judged.saving.saved == pytest.approx(judged.promised_saved, abs=0.02)
+    assert judged.trial.slowdown == pytest.approx(judged.promised_slowdown, abs=0.005)
+    assert judged.trial.saved == pytest.approx(judged.promised_saved, abs=0.02)
     plan = facts_at(read_records(job.folder), 0.0).plan
     assert changes(plan.promised_slowdown, plan.promised_saving) == promised
     assert changes(records[0].promised_slowdown, records[0].promised_saving) == promised, (

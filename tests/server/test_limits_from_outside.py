@@ -156,5 +156,5 @@ def test_default_clocks_measured_under_a_limit_are_not_compared_with_plans_witho
     job.gpus[1].limit()
     (judged,) = job.train_until_compared()
     assert judged.kept
-    assert judged.saving.slowdown == pytest.approx(judged.promised_slowdown, abs=0.01)
-    assert judged.saving.saved == pytest.approx(judged.promised_saved, abs=0.02)
+    assert judged.trial.slowdown == pytest.approx(judged.promised_slowdown, abs=0.01)
+    assert judged.trial.saved == pytest.approx(judged.promised_saved, abs=0.02)

@@ -118,7 +118,7 @@ def test_run_mode_trains_under_its_frontier_and_keeps_a_plan_that_wins_against_d
     default = [r for r in records if r.phase == "default"]
     planned = [r for r in records if r.phase == "run"]
     mean_s = statistics.mean(record.time_s for record in planned)
-    assert judged.saving.slowdown == pytest.approx(mean_s / default[-1].time_s - 1, abs=0.005)
+    assert judged.trial.slowdown == pytest.approx(mean_s / default[-1].time_s - 1, abs=0.005)
     assert (first.default_measured, planned[-1].default_measured) == (False, True)
 
 
@@ -131,7 +131,7 @@ def test_where_no_plan_keeps_its_promise_any_longer_the_job_says_why_and_tries_a
     first, *late = compared = job.events(PlanJudged)
     assert first.kept
     assert [event.kept for event in late] == [False] * len(late)
-    assert all(event.saving.slowdown > event.promised_slowdown + 0.05 for event in late)
+    assert all(event.trial.slowdown > event.promised_slowdown + 0.05 for event in late)
     assert late[-1].then == "training continues at default clocks, tried again in 200 iterations"
     job.train(1)  # messages are printed between iterations
     assert capsys.readouterr().out.count("is dropped, since it takes longer than promised") == len(late)
@@ -472,7 +472,7 @@ def test_a_goal_that_changes_during_the_proof_is_judged_by_its_own_plan(start):
     (judged,) = job.train_until_compared()
     assert judged.kept
     assert judged.promised_slowdown == pytest.approx(0.1, abs=0.02)
-    assert judged.saving.slowdown == pytest.approx(judged.promised_slowdown, abs=0.01)
+    assert judged.trial.slowdown == pytest.approx(judged.promised_slowdown, abs=0.01)
 
 
 def test_where_instructions_drift_they_are_profiled_again_at_once_and_what_is_known_of_stops_stays(start):

@@ -94,4 +94,4 @@ def test_time_that_the_host_takes_while_the_device_computes_is_no_part_of_a_comp
     job.work = work_after_host
     (judged,) = job.train_until_compared()
     assert judged.kept
-    assert judged.saving.slowdown == pytest.approx(judged.promised_slowdown, abs=0.003)
+    assert judged.trial.slowdown == pytest.approx(judged.promised_slowdown, abs=0.003)
