@@ -7,13 +7,15 @@ measure their energy counters and blocking powers.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.metadata
 import json
 import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -71,6 +73,7 @@ class EngineFacts:
         copies: Global ranks that train the same stages on other data, itself included. None if every pipeline has data
             of its own.
         device: Device of the rank's tensors.
+        order: Value that identifies the schedule of the first iteration, as in :meth:`PerseusRuntime.iteration`.
         fingerprint: Changes with any property that affects the times of this rank's instructions.
         models: Classes of the models in this process, the one that trains first. Empty for a user's own loop.
         versions: Versions of the packages that train, besides torch and Perseus.
@@ -86,6 +89,7 @@ class EngineFacts:
     pipeline: tuple[int, ...]
     copies: tuple[int, ...] | None
     device: torch.device
+    order: Hashable = None
     fingerprint: str = ""
     models: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -96,6 +100,13 @@ class EngineFacts:
     engine: EngineName | None = None
     parts: Mapping[int, Sequence[Part]] = field(default_factory=dict)
     tied: bool = False
+
+
+@functools.lru_cache(maxsize=1024)
+def key_of(order: Hashable) -> int:
+    """Return a number that identifies an order, the same in every process."""
+    digest = hashlib.blake2b(repr(order).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class Opened:
@@ -166,6 +177,7 @@ def rank_facts(
     return RankFacts(
         pipeline=facts.pipeline,
         copies=facts.copies,
+        order=key_of(facts.order),
         schedule=ScheduleStreams.of(schedule).model_dump_json().encode(),
         fingerprint=facts.fingerprint,
         models=facts.models,

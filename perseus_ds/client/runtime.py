@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import peak_memory_bytes
-from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, measure_counter, measure_gpu, meet
+from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, key_of, measure_counter, measure_gpu, meet
 from perseus_ds.client.operations import NOTHING, CapturedIteration, OperationHooks, Work, times_of
 from perseus_ds.client.timers import DeviceEvent, Execution, FinishedIteration
 from perseus_ds.config import PerseusConfig, parse_block
@@ -65,13 +64,6 @@ class _Ran(NamedTuple):
     report: Report  # without what the device knows
 
 
-@functools.lru_cache(maxsize=1024)
-def key_of(order: Hashable) -> int:
-    """Return a number that identifies an order, the same in every process."""
-    digest = hashlib.blake2b(repr(order).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 class PerseusRuntime:
     """Perseus on one rank, called by the code that executes the schedule.
 
@@ -84,8 +76,7 @@ class PerseusRuntime:
         clocks: Clocks of the rank's GPU.
         timers: Timers of operations on the device.
         simulated: Work of the simulated GPU. None on a real one.
-        schedule: Operations of this rank in its first iteration, as a schedule of one rank.
-        first_order: Number of the order of that iteration.
+        schedule: Operations of this rank in the order that the job starts with, as a schedule of one rank.
     """
 
     def __init__(
@@ -94,7 +85,7 @@ class PerseusRuntime:
         timers: Execution,
         schedule: Schedule,
         *,
-        first_order: int = 0,
+        order: Hashable = None,
         simulated: Work | None = None,
         is_rank_0: bool = True,
         monitor: Monitor | None = None,
@@ -114,10 +105,9 @@ class PerseusRuntime:
         self._closed = self._in_iteration = self._has_summary = False
         self._follows = Follows()
         self.schedule = schedule
-        self.first_order = first_order
-        self._streams: dict[int, tuple[Operation, ...]] = {}
-        # Numbers of orders by their keys. The number of the first order is known without the server.
-        self._numbers: dict[int, int] = {}
+        self._first_key = key_of(order)
+        self._streams = {self._first_key: schedule.ranks[0]}
+        self._numbers: dict[int, int] = {}  # of orders, by their keys
         self._others = DEFAULT_CLOCKS
         self._unread: set[int] = set()
         self._number = DEFAULT_CLOCKS
@@ -154,7 +144,7 @@ class PerseusRuntime:
                 clocks,
                 opened.timers,
                 opened.schedule,
-                first_order=welcome.first_order,
+                order=facts.order,
                 simulated=opened.simulated,
                 is_rank_0=rank == 0,
                 monitor=facts.monitor,
@@ -170,7 +160,7 @@ class PerseusRuntime:
             elif welcome.measures_counter:
                 with suppress(GpuError):
                     clocks.send(measure_counter(clocks))
-            runtime._await(lambda: runtime._follows.latest(runtime.first_order) is not None)
+            runtime._await(lambda: runtime._first_follow() is not None)
         except BaseException:
             opened.close()
             raise
@@ -201,7 +191,7 @@ class PerseusRuntime:
             ConfigError: The block is invalid.
             PerseusError: On all ranks, the error of the first rank that has one.
         """
-        facts = EngineFacts(pipeline=tuple(pipeline), copies=None, device=torch.device(device))
+        facts = EngineFacts(pipeline=tuple(pipeline), copies=None, device=torch.device(device), order=schedule)
         own = replace(schedule, ranks=(schedule.ranks[facts.pipeline.index(dist.get_rank())],))
         return cls.start(parse_block(block), lambda: facts, lambda: own)
 
@@ -226,9 +216,10 @@ class PerseusRuntime:
 
         Args:
             samples: Number of samples that the job has processed after it.
-            order: Value that is equal for equal schedules, on all ranks.
-            read: Returns the operations of this rank in it, as a schedule of one rank. Called if the order is not the
-                first one, and the server plans it.
+            order: Value that is equal for equal schedules, on all ranks. By default, it is that of the schedule with
+                which Perseus was started.
+            read: Returns the operations of this rank in it, as a schedule of one rank. Called if the server plans it
+                and it is another one.
         """
         if self._closed:
             yield
@@ -239,10 +230,7 @@ class PerseusRuntime:
             self._await(lambda: self._is_calibrated)
             self._time.sleep(10 * _POLL_S)
             self._receive()  # messages about the iterations after the calibration
-        self._key = key_of(order)
-        if not self._streams:
-            self._streams[self._key] = self.schedule.ranks[0]
-            self._numbers.setdefault(self._key, self.first_order)
+        self._key = self._first_key if order is None else key_of(order)
         if self._key in self._unread and read is not None:
             self._send_schedule(read)
         iteration = self.clocks.memory.iteration + 1
@@ -379,7 +367,7 @@ class PerseusRuntime:
             match message:
                 case Follow():
                     self._follows.add(message)
-                    if message.program.number == self.first_order:
+                    if message.program.number == self._numbers.get(self._first_key):
                         self._shown.append((message.shown_from, message.phase in _PROFILED))
                 case msg.OrderNumbers():
                     self._numbers = dict(message.numbers)
@@ -396,9 +384,13 @@ class PerseusRuntime:
                 case msg.Summarised():
                     self._has_summary = True
         if self.clocks.memory.iteration == 0:
-            self.follow = self._follows.latest(self.first_order) or UNPLANNED
+            self.follow = self._first_follow() or UNPLANNED
         while len(self._shown) > 1 and self._shown[1][0] <= self.clocks.memory.iteration:
             del self._shown[0]
+
+    def _first_follow(self) -> Follow | None:
+        """Return the last message about the order that the job starts with. None if there is none yet."""
+        return self._follows.latest(self._numbers.get(self._first_key, DEFAULT_CLOCKS))
 
     def _following(self, iteration: int) -> Follow:
         follow = self._follows.select(self._number, iteration)

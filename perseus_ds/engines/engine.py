@@ -260,8 +260,11 @@ class Session:
             _check_before_training(self.engine, self.config)
             self._is_checked = True
 
-    def start(self) -> PerseusRuntime | None:
+    def start(self, order: Hashable) -> PerseusRuntime | None:
         """Create the runtime, unless it exists. All ranks call this together, with a known schedule.
+
+        Args:
+            order: Key of that schedule, as in :meth:`iteration`.
 
         Returns:
             The runtime. None if this engine trains without Perseus, for example because another one is measured.
@@ -286,7 +289,7 @@ class Session:
             return None
         try:
             with reported_once():
-                self._start()
+                self._start(order)
         except (ScheduleError, GpuError) as error:
             if self.config.needs_gpu if isinstance(error, GpuError) else not self._may_train_without:
                 raise
@@ -311,7 +314,7 @@ class Session:
                 yield
             return
         self.end_iteration()
-        runtime = self.start()
+        runtime = self.start(order)
         if runtime is None:
             with self.paused():
                 yield
@@ -449,12 +452,14 @@ class Session:
         else:
             action(self.runtime)
 
-    def _describe(self) -> EngineFacts:
+    def _describe(self, order: Hashable) -> EngineFacts:
         models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
-        return dataclasses.replace(self.engine.facts(), models=models, versions=self.engine.versions())
+        facts, versions = self.engine.facts(), self.engine.versions()
+        return dataclasses.replace(facts, order=order, models=models, versions=versions)
 
-    def _start(self) -> None:
-        self.runtime = PerseusRuntime.start(self.config, self._describe, self.engine.read, self.engine.check)
+    def _start(self, order: Hashable) -> None:
+        describe = functools.partial(self._describe, order)
+        self.runtime = PerseusRuntime.start(self.config, describe, self.engine.read, self.engine.check)
         self.state = SessionState.BETWEEN
         weakref.finalize(self, self.runtime.close).atexit = False
         atexit.register(self._at_exit)  # called before what the runtime has registered

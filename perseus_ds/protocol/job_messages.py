@@ -3,8 +3,8 @@
 Before training, the ranks describe themselves to each other, and rank 0 sends the server the description of the job.
 Then the agents of the nodes forward messages: the server sends each rank the programs for the iterations of an
 order (:class:`Follow`), and each rank reports every iteration (:class:`Report`, to which its agent adds measurements of
-the GPU: :class:`RankReport`). The server assigns each order a number from 0 to 254. All other orders have the number
-255 and run at default clocks.
+the GPU: :class:`RankReport`). Ranks identify an order by a key. The server assigns each order whose schedule it knows a
+number from 0 to 253, and informs all ranks. All other orders have the number 254 and run at default clocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: tuple[int, ...]  # global ranks of its pipeline, first stage first
     # Global ranks that train the same stages on other data, itself included. None if every pipeline has its own data.
     copies: tuple[int, ...] | None
-    schedule: bytes  # of this rank in its first iteration, in JSON; empty in the description of a job
+    order: int  # key of the order that the job starts with
+    schedule: bytes  # of this rank in that order, in JSON; empty in the description of a job
     fingerprint: str = ""  # changes with any property that affects the times of its instructions
     models: tuple[str, ...] = ()  # classes of the models in its process, the one that trains first
     versions: dict[str, str] = {}  # of packages
@@ -81,7 +82,6 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
     measures_power: bool = False  # their energy counters and their blocking power
     measures_counter: bool = False  # only the refresh periods of their energy counters
-    first_order: int = 0  # number of the order that they have declared
 
 
 # From the server to a rank.

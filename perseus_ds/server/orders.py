@@ -7,15 +7,13 @@ planned, its iterations run at default clocks whenever the others run under plan
 
 from __future__ import annotations
 
-import hashlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.run_records import NO_ORDER, OrderPlanned
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import PerseusError, ScheduleError
@@ -26,18 +24,8 @@ from perseus_ds.server.job import Job, Order
 from perseus_ds.server.recorder import Recorder
 
 _LONGEST_SCHEDULE = 1 << 24
-_UNKNOWN = -1
-"""Number of an order whose schedule is not known."""
-
-
-_Number = Annotated[int, Field(ge=0, lt=OTHER_ORDERS)]
-
-
-class KeptNumbers(FileModel):
-    """The numbers of orders, by the key with which ranks identify them, and by the hash of their schedule."""
-
-    by_key: dict[int, _Number] = Field(default_factory=dict)
-    by_schedule: dict[str, _Number] = Field(default_factory=dict)
+Number: TypeAlias = Annotated[int, Field(ge=0, lt=OTHER_ORDERS)]
+"""The number of an order."""
 
 
 class Orders:
@@ -59,23 +47,22 @@ class Orders:
             reads: Whether the schedules of other orders are requested.
         """
         self.first = self.latest = Order(0, job)
-        self.numbers: dict[int, int] = {}
+        self._first_key = job.facts[0].order
+        self.numbers = {self._first_key: 0}
         self._job = job
         self._send_all = send_all
         self._recorder = recorder
         self._reads = reads
-        self._known: dict[int, Order] = {}
+        self._known = {self._first_key: self.first}
         # The schedules of requested orders that some ranks have sent, by key and rank.
         self._requested: dict[int, dict[int, Schedule]] = {}
         self._refused: set[int] = set()
-        # Numbers by the hash of a schedule, also of orders that only occurred before a restart.
-        self._by_schedule: dict[str, int] = {}
         self._has_said_that_they_differ = False
 
     @property
     def known(self) -> list[Order]:
         """All orders with a known schedule."""
-        return [self.first, *(order for order in self._known.values() if order is not self.first)]
+        return [*self._known.values()]
 
     @property
     def planned(self) -> list[Order]:
@@ -97,15 +84,7 @@ class Orders:
         return msg.OrderNumbers(tuple((key, order.number) for key, order in self._known.items()), OTHER_ORDERS)
 
     def occurs(self, key: int) -> Order | None:
-        """Process the order of the next iteration, and return it. None if its schedule is not known.
-
-        The first one of a process is the order that was declared at its start.
-        """
-        if self.first.number not in self.numbers.values():
-            self.numbers.setdefault(key, self.first.number)
-        if self.numbers.setdefault(key, _UNKNOWN) == self.first.number and key not in self._known:
-            self._known[key] = self.first
-            self._send_all(self.message())
+        """Process the order of the next iteration, and return it. None if its schedule is not known."""
         order = self._known.get(key)
         if order is not None:
             self.latest = order
@@ -146,34 +125,21 @@ class Orders:
 
     def _number_of(self, key: int) -> int:
         """Return the number of an order with a new schedule, which it may have had before a restart."""
-        if self.numbers[key] == _UNKNOWN:
-            self.numbers[key] = self._free_number()
+        if key not in self.numbers:
+            if len(self.numbers) >= OTHER_ORDERS:
+                raise ScheduleError(f"a job can have at most {OTHER_ORDERS} orders")
+            self.numbers[key] = len(self.numbers)
         return self.numbers[key]
 
-    def _free_number(self) -> int:
-        taken = {self.first.number, *self.numbers.values()}
-        number = next((number for number in range(OTHER_ORDERS) if number not in taken), None)
-        if number is None:
-            raise ScheduleError(f"a job can have at most {OTHER_ORDERS} orders")
-        return number
-
-    def state(self) -> KeptNumbers:
-        """Return the numbers of all orders, to be kept for a later start of the job."""
-        by_key = {key: number for key, number in self.numbers.items() if number != _UNKNOWN}
-        by_schedule = {_hash(order.job.schedule): order.number for order in self._known.values()}
-        return KeptNumbers(by_key=by_key, by_schedule={**self._by_schedule, **by_schedule})
-
-    def restore(self, state: KeptNumbers) -> bool:
-        """Restore the result of :meth:`state`. The declared order may be another one than at the earlier start.
+    def restore(self, numbers: Mapping[int, int]) -> bool:
+        """Restore the numbers of an earlier start. The order that the job starts with may be another one now.
 
         Returns False if no number is free for it, so that all orders get other numbers.
         """
-        known = state.by_schedule.get(_hash(self.first.job.schedule))
-        if known is None and len(state.by_key) >= OTHER_ORDERS:
+        if self._first_key not in numbers and len(numbers) >= OTHER_ORDERS:
             return False
-        self.numbers, self._by_schedule = dict(state.by_key), dict(state.by_schedule)
-        if self.numbers:
-            self.first.number = self._free_number() if known is None else known
+        self.numbers = dict(numbers)
+        self.first.number = self._number_of(self._first_key)
         return True
 
     def give_up(self, order: Order, error: Exception) -> None:
@@ -185,9 +151,3 @@ class Orders:
         """Forget all plans, because the profile is measured again."""
         for order in self.known:
             order.frontier, order.is_given_up = None, False
-
-
-def _hash(schedule: Schedule) -> str:
-    """Return a hash of the operations of a schedule, which does not depend on its name."""
-    content = ScheduleStreams.of(schedule).model_dump_json(exclude={"name"}).encode()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -43,7 +43,7 @@ from perseus_ds.server.frontiers import has_profile_of_an_earlier_run
 from perseus_ds.server.iterations import Mode, Run, Seen
 from perseus_ds.server.job import Job, with_permission
 from perseus_ds.server.job_control import JobControl
-from perseus_ds.server.orders import KeptNumbers, Orders
+from perseus_ds.server.orders import Number, Orders
 from perseus_ds.server.phases import BackOff, ModeContext
 from perseus_ds.server.recorder import Recorder, TimelineLog
 from perseus_ds.server.runs import UNPLANNED, RunSender
@@ -75,7 +75,7 @@ class _KeptState(FileModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=True)
     job: str | None = None
     iteration: int | None = Field(None, ge=0)
-    orders: KeptNumbers = Field(default_factory=KeptNumbers)
+    orders: dict[int, Number] = Field(default_factory=dict)
     measured: tuple[tuple[float, float, float] | None, ...] = ()
     control: dict[str, Any] | None = None
     plans: dict[str, Any] = Field(default_factory=dict)
@@ -203,7 +203,6 @@ class JobServer:
         return Welcome(
             measures_power=measures_power,
             measures_counter=mode in ("run", "auto") and not measures_power,
-            first_order=self.orders.first.number,
         )
 
     def start(self) -> None:
@@ -223,7 +222,7 @@ class JobServer:
             "owner": self.job.owner,
             "job": self.job.key,
             "iteration": self._completed,
-            "orders": self.orders.state().model_dump(mode="json"),
+            "orders": self.orders.numbers,
             "measured": [
                 msgspec.structs.astuple(state.measured) if state.measured else None for state in self.job.states
             ],

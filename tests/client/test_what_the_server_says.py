@@ -7,9 +7,11 @@ from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu
 from virtual.time import VirtualTime
 
+from perseus_ds.client.meeting import key_of
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.client.timers import HostExecution
-from perseus_ds.protocol.job_messages import Follow, Observed, Program, Say
+from perseus_ds.protocol.job_messages import Follow, Observed, OrderNumbers, Program, Say
+from perseus_ds.protocol.layout import OTHER_ORDERS
 
 
 class Monitor:
@@ -35,6 +37,7 @@ def start(monkeypatch):
         schedule = one_f_one_b(ranks=1, micro_batches=1)
         runtime = PerseusRuntime(clocks, HostExecution(now), schedule, monitor=monitor, timebase=now)
         made.append(runtime)
+        clocks._link.agent.receive_from_server(OrderNumbers(((key_of(None), 0),), OTHER_ORDERS))
 
         def send(*messages):
             for message in messages:

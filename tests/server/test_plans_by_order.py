@@ -2,7 +2,9 @@
 
 import random
 import statistics
+from dataclasses import replace
 
+import msgspec
 import pytest
 from pipelines import one_f_one_b
 from virtual.gpu import AveragingGpu
@@ -10,16 +12,24 @@ from virtual.job import SLOWER, WorkerAtOnce
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Failed, IterationRecord, OrderPlanned, PlanJudged, ProfileWritten, Started
+from perseus_ds.artifacts.run_records import (
+    NO_ORDER,
+    Failed,
+    IterationRecord,
+    OrderPlanned,
+    PlanJudged,
+    ProfileWritten,
+    Started,
+)
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client import runtime
-from perseus_ds.client.runtime import key_of
+from perseus_ds.client.meeting import key_of
 from perseus_ds.errors import GpuError, ScheduleError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.job_messages import Joined, ScheduleRead
 from perseus_ds.protocol.layout import OTHER_ORDERS
 from perseus_ds.protocol.messages import LONGEST, encode
-from perseus_ds.server.orders import KeptNumbers, Orders
+from perseus_ds.server.orders import Orders
 from perseus_ds.server.under_plans import PlanRunner
 from perseus_ds.simulation.device_models import COMPUTE_BOUND
 
@@ -95,20 +105,26 @@ def test_a_later_start_that_begins_with_another_count_uses_the_profile_and_what_
     assert sum(record.energy_j for record in planned) < 0.97 * sum(record.default_energy_j for record in planned)
 
 
-def test_the_declared_order_keeps_its_number_if_no_other_number_is_free(job):
-    train(job, [4] * 3)
+def test_the_order_of_a_start_keeps_its_number_if_no_other_number_is_free(job):
     (key,) = job.server.orders.numbers
-    kept = job.server.orders.state()
-    others = {key + place: place for place in range(1, OTHER_ORDERS)}
-    full = KeptNumbers(by_key={**kept.by_key, **others}, by_schedule=kept.by_schedule)
-    declared = job.server.job
-    same = Orders(declared, lambda message: None, job.server.recorder, reads=True)
+    full = {key + place: place for place in range(OTHER_ORDERS)}
+    again = job.server.job
+    same = Orders(again, lambda message: None, job.server.recorder, reads=True)
     assert same.restore(full)
     assert same.occurs(key + 1) is None, "its operations are those of another order"
     assert same.occurs(key) is same.first
-    another = Orders(declared.of_order(0, one_f_one_b(1, 3)), lambda message: None, job.server.recorder, reads=True)
+    facts = msgspec.structs.replace(again.facts[0], order=key_of(3))
+    another = Orders(replace(again, facts=(facts,)), lambda message: None, job.server.recorder, reads=True)
     assert not another.restore(full)
-    assert (another.first.number, another.numbers) == (0, {})
+    assert (another.first.number, another.numbers) == (0, {key_of(3): 0})
+
+
+def test_a_first_iteration_of_another_order_than_that_of_the_start_is_not_taken_for_it(job):
+    train(job, [2] * 60 + [4] * 60)
+    records = job.close()
+    assert [record.order for record in records] == [NO_ORDER, *[1] * 59, *[None] * 60]
+    assert Frontier.load(job.folder).provenance.micro_batches == 4
+    assert Frontier.load(job.folder / "orders" / "1").provenance.micro_batches == 2
 
 
 def test_counts_that_are_drawn_for_each_iteration_all_have_plans_within_a_hundred_iterations(start):

@@ -323,7 +323,10 @@ def job_of(*nodes):
     """Return a job of one pipeline with a rank on each of ``nodes``."""
     return SimpleNamespace(
         shown=tuple(range(len(nodes))),
-        facts=[RankFacts(pipeline=(0, 1), copies=(rank,), schedule=b"", node=node) for rank, node in enumerate(nodes)],
+        facts=[
+            RankFacts(pipeline=(0, 1), copies=(rank,), order=0, schedule=b"", node=node)
+            for rank, node in enumerate(nodes)
+        ],
         places=[Place(pipeline=0, pipeline_rank=rank) for rank in range(len(nodes))],
         states=[RankState() for _ in nodes],
     )

@@ -304,7 +304,7 @@ class MegatronEngine(Engine):
             self._orders[order] = ScheduleError(f"The order of {order[0]} is not known: {error}.")
         if self._captures_iterations() and self._session.runtime is None:
             with reported_once():
-                self._session.start()  # not possible during a capture, which may be the next iteration
+                self._session.start(order)  # not possible during a capture, which may be the next iteration
         return result
 
     def _captures_iterations(self) -> bool:

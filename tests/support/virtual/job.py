@@ -331,7 +331,7 @@ class VirtualJob:
             clocks,
             self._timers(rank),
             replace(self.schedule, ranks=(self.schedule.ranks[place],)),
-            first_order=welcome.first_order,
+            order=self.schedule.micro_batches,
             is_rank_0=rank == 0,
             timebase=self.time,
         )
@@ -482,6 +482,7 @@ class VirtualEngine(Engine):
             pipeline=tuple(range(pipeline * ranks, (pipeline + 1) * ranks)),
             copies=tuple(range(place, len(self._job.gpus), ranks)),
             device=torch.device("cpu"),
+            order=self._job.schedule.micro_batches,
             steps=self._steps,
         )
 
