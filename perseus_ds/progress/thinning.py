@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,18 +43,23 @@ _PAUSE_EVERY, _PAUSE_S = 100, 0.001
 """The thread that thins a file pauses after this number of lines, so that a server's decisions are not delayed."""
 
 
-def thin(path: Path, iterations: int) -> None:
+class ThinningStopped(Exception):  # noqa: N818  # it is no error
+    """A file was not thinned, because that would have taken too long."""
+
+
+def thin(path: Path, iterations: int, may_go_on: Callable[[], bool] = lambda: True) -> None:
     """Replace the first iterations of a ``run.jsonl`` by their sums. Other processes see the old or the new file.
 
-    The caller must be the only process that writes to the file.
+    The caller must be the only process that writes to the file. ``may_go_on`` is called from time to time.
 
     Raises:
         OSError: If the disk is full. The old file stays.
+        ThinningStopped: If ``may_go_on`` has returned False. The old file stays.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with path.open("rb") as file, open_without_links(temporary, append=False) as new:
-            for record in summed(_records_with(file, iterations)):
+            for record in summed(_records_with(file, iterations, may_go_on)):
                 new.write(to_line(record).encode())
             shutil.copyfileobj(file, new)
             new.flush()
@@ -65,13 +70,15 @@ def thin(path: Path, iterations: int) -> None:
         raise
 
 
-def _records_with(file: BinaryIO, iterations: int) -> Iterator[Record]:
+def _records_with(file: BinaryIO, iterations: int, may_go_on: Callable[[], bool]) -> Iterator[Record]:
     """Yield the records up to the one of the last of the first iterations."""
     lines = 0
     while iterations > 0 and (line := file.readline(MOST_RECORD_LINE_BYTES)):
         lines += 1
         if lines % _PAUSE_EVERY == 0:
             time.sleep(_PAUSE_S)
+            if not may_go_on():
+                raise ThinningStopped
         with contextlib.suppress(ValueError):
             record = from_line(line)
             iterations -= isinstance(record, IterationRecord)

@@ -41,7 +41,7 @@ from perseus_ds.policy.plans import Forecast
 from perseus_ds.policy.reports import GpuLimit, RankReports
 from perseus_ds.progress.facts import JobFacts, end_of, facts_of
 from perseus_ds.progress.sums import JobsOfFile
-from perseus_ds.progress.thinning import KEPT, MORE, thin
+from perseus_ds.progress.thinning import KEPT, MORE, ThinningStopped, thin
 from perseus_ds.protocol.job_messages import Observed, Say, ToRank
 from perseus_ds.savings import Default
 from perseus_ds.server.iterations import Run, Seen
@@ -185,6 +185,7 @@ class Recorder:
 
         There is no summary if the records of earlier starts are still being read.
         """
+        self._writer.may_thin = False
         self._writer.flush(_AT_END_S)
         ended = self._jobs.read(end_of, self._job)
         if self._writer.has_read and ended.iterations > self._summarised:
@@ -382,6 +383,7 @@ class RecordWriter:
 
     Attributes:
         has_read: Whether the sums contain all records of earlier starts.
+        may_thin: Whether a long file is thinned, for which records wait. Thinning stops soon after it becomes False.
     """
 
     def __init__(self, directory: Path, jobs: JobsOfFile, warn: Callable[[str], None]) -> None:
@@ -399,6 +401,7 @@ class RecordWriter:
         self._thin_at = KEPT + MORE
         self._may_be_cut_off = True  # the last line of an earlier start, if its node has crashed
         self.has_read = False
+        self.may_thin = True
         self._thread = threading.Thread(target=self._write_all, name="perseus-records", daemon=True)
         self._thread.start()
 
@@ -438,7 +441,7 @@ class RecordWriter:
                 is_over, self._is_due = self._is_over, False
             if lines := [line for record in records if (line := self._line(record))]:
                 self._append(lines)
-            if self.has_read and not is_over and self._iterations >= self._thin_at and not self._unwritten:
+            if self.has_read and self.may_thin and self._iterations >= self._thin_at and not self._unwritten:
                 self._thin()
             written += len(records)
             if self.has_read or is_over:
@@ -481,7 +484,9 @@ class RecordWriter:
     def _thin(self) -> None:
         """Replace the first iterations of a long file by their sums. It is tried again later if there is an error."""
         try:
-            thin(self._path, self._iterations - KEPT)
+            thin(self._path, self._iterations - KEPT, lambda: self.may_thin)
+        except ThinningStopped:
+            return
         except Exception as error:  # the file stays as it is
             self._thin_at = self._iterations + MORE
             self._warn(f"the first records of {self._path} cannot be summed up ({error!r}); it becomes longer")

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -188,6 +189,24 @@ def test_a_disk_too_full_for_sums_leaves_all_records(recorder, tmp_path, receive
     assert [record.iteration for record in records] == list(range(1, 8))
     warned = [text for text in said(received, warns=True) if "disk full" in text]
     assert len(warned) == 1, "it is tried again later"
+
+
+def test_a_job_that_ends_while_its_records_are_summed_up_keeps_them_and_its_end(recorder, tmp_path, monkeypatch):
+    monkeypatch.setattr("perseus_ds.server.recorder.KEPT", 20)
+    monkeypatch.setattr("perseus_ds.progress.thinning._PAUSE_EVERY", 1)
+    has_begun = threading.Event()
+    pause = SimpleNamespace(sleep=lambda _: has_begun.set() or time.sleep(0.2))
+    monkeypatch.setattr("perseus_ds.progress.thinning.time", pause)
+    recorder._writer._thin_at = 70
+    for number in range(1, 71):
+        recorder.add(*under_plan(number))
+    recorder._writer.flush(0.0)
+    assert has_begun.wait(60.0)
+    recorder.add(*under_plan(71))
+    records, end = records_of(recorder, tmp_path)
+    assert [record.iteration for record in records] == list(range(1, 72))
+    assert end.iterations == 71
+    assert [file.name for file in tmp_path.iterdir()] == ["run.jsonl"]
 
 
 def test_energy_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path, received):
