@@ -21,7 +21,7 @@ from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker
 from perseus_ds.planning import PlanningSettings
 from perseus_ds.server.job import Job, Order
 from perseus_ds.server.phases import ModeContext
-from perseus_ds.server.profiling import share_profile
+from perseus_ds.server.profiling import has_passes_of, save_once_possible, share_profile
 from perseus_ds.server.recorder import Recorder
 from perseus_ds.server.state import MOST_DWELL
 
@@ -132,27 +132,19 @@ def _cache_of(job: Job) -> Path | None:
     return folder if all((folder / name).is_file() for name in _FILES) else None
 
 
-def take_from_an_earlier_run(job: Job, recorder: Recorder) -> bool:
-    """Copy the cached profile and frontier of an earlier run of a job, and return whether there are any."""
+def profile_of_an_earlier_run(job: Job, recorder: Recorder) -> StageProfile | None:
+    """Copy the cached profile and frontier of an earlier run of a job, and return the profile. None without them."""
     try:
         if (source := _cache_of(job)) is None:
-            return False
+            return None
         job.output_dir.mkdir(parents=True, exist_ok=True)
         write_together((job.output_dir / name, (source / name).read_bytes()) for name in _FILES)
-        StageProfile.load(job.profile_path)
-        Frontier.load(job.output_dir / "frontier.json")
+        profile = StageProfile.load(job.profile_path)
     except (PerseusError, OSError) as error:
         recorder.say(f"the profile of an earlier run cannot be used ({error}); profiling again")
-        return False
+        return None
     recorder.say(f"using plans profiled by an earlier run ({source})")
-    return True
-
-
-def fit_profile(job: Job) -> bool:
-    """Adapt the profile of an earlier start, whose first order may be another one. False if it lacks passes."""
-    if StageProfile.load(job.profile_path).info.streams == ScheduleStreams.of(job.schedule):
-        return True
-    return share_profile(job, job.profile_path)
+    return profile
 
 
 def own_frontier(job: Job) -> Frontier | None:
@@ -164,18 +156,19 @@ def own_frontier(job: Job) -> Frontier | None:
     return None
 
 
-def has_own_profile(job: Job, recorder: Recorder) -> bool:
-    """Return whether an earlier start of the job has left a complete profile.
+def own_profile(job: Job, recorder: Recorder) -> StageProfile | None:
+    """Return the profile that an earlier start of the job has left. None if it is not complete.
 
     An interrupted search of clocks is resumed instead.
     """
-    path, found = job.profile_path, False
+    path = job.profile_path
     with contextlib.suppress(PerseusError, OSError):
-        is_complete = path.stat().st_mtime_ns >= path.with_name("measured.csv").stat().st_mtime_ns
-        found = is_complete and StageProfile.load(path).info.job == job.profile_key()
-    if found:
-        recorder.say(f"using {path}, which this job has measured")
-    return found
+        if path.stat().st_mtime_ns >= path.with_name("measured.csv").stat().st_mtime_ns:
+            profile = StageProfile.load(path)
+            if profile.info.job == job.profile_key():
+                recorder.say(f"using {path}, which this job has measured")
+                return profile
+    return None
 
 
 def has_profile_of_an_earlier_run(job: Job) -> bool:
@@ -222,15 +215,19 @@ class Planner:
         size = frontier.provenance.tokens_per_micro_batch
         self._context.state.default.predict(order.number, baseline.time_s, energy_j, size)
 
-    def use_earlier(self) -> bool:
+    async def use_earlier(self) -> bool:
         """Use plans or the profile that an earlier start or run of the job has left. Return False without a profile."""
         first, recorder = self._context.orders.first, self._context.recorder
-        if not has_own_profile(first.job, recorder) and not take_from_an_earlier_run(first.job, recorder):
+        job = first.job
+        profile = own_profile(job, recorder) or profile_of_an_earlier_run(job, recorder)
+        if profile is None or not has_passes_of(job, profile):
             return False
-        self._has_profile = fit_profile(first.job)
-        if self._has_profile and (frontier := own_frontier(first.job)) is not None:
+        if profile.info.streams != ScheduleStreams.of(job.schedule):  # it began with another order
+            await save_once_possible(self._context, lambda: share_profile(job, profile))
+        self._has_profile = True
+        if (frontier := own_frontier(job)) is not None:
             self.use(first, frontier)
-        return self._has_profile
+        return True
 
     def begin(self) -> None:
         """Plan all orders with the profile that has just been measured."""
@@ -290,8 +287,8 @@ class Planner:
 
     def _plan(self, order: Order) -> None:
         job, first = order.job, self._context.orders.first
-        if order is not first and not share_profile(job, first.job.profile_path):
-            raise PerseusError("some of its passes were not measured")
+        if order is not first:
+            share_profile(job, StageProfile.load(first.job.profile_path))
         self._context.job.fix_slow_ranks(self._context.recorder.say)
         # Everything else that plans depend on is in the profile, so that "perseus-ds optimize" makes the same ones.
         settings, factor = PlanningSettings(), self._context.state.dwell_factor

@@ -76,7 +76,7 @@ async def _auto(context: ModeContext) -> None:
     _note_highest_clock(context)
     await calibrate(context)
     planner = Planner(context)
-    has_profile = planner.use_earlier()
+    has_profile = await planner.use_earlier()
     profiles, begun = 0, context.control.own_steps
 
     def may_profile() -> bool:

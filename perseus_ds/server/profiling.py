@@ -8,7 +8,6 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -195,7 +194,8 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     known = {"blocking_power_w": power_w, "least_dwell_s": job.least_dwell_s()}
     found = replace(baseline, info=baseline.info.model_copy(update=known))
     raw = search.finished(found.info)
-    await _save_profile_once_possible(context, found, raw, denoise(raw, clocks))
+    estimated = denoise(raw, clocks)
+    await save_once_possible(context, lambda: save_profile(job, found, raw, estimated))
     recorder.announce(
         ProfileWritten(
             path=str(job.profile_path),
@@ -208,14 +208,12 @@ async def profile_online(context: ModeContext, baseline: Baseline) -> None:
     )
 
 
-async def _save_profile_once_possible(
-    context: ModeContext, baseline: Baseline, raw: StageProfile, estimated: StageProfile
-) -> None:
-    """Write a profile. If it cannot be written, train at default clocks and try again from time to time."""
+async def save_once_possible(context: ModeContext, save: Callable[[], None]) -> None:
+    """Save a profile. If it cannot be written, train at default clocks and try again from time to time."""
     has_warned = False
     while True:
         try:
-            save_profile(context.job, baseline, raw, estimated)
+            save()
         except OSError as error:  # noqa: PERF203  # such as a full disk
             if not has_warned:
                 has_warned = True
@@ -453,8 +451,15 @@ def save_profile(job: Job, baseline: Baseline, raw: StageProfile, estimated: Sta
     profile.save(job.profile_path)
 
 
-def share_profile(job: Job, path: Path) -> bool:
-    """Write a job's profile from that of another order if it has all passes, and return whether it has."""
+def share_profile(job: Job, profile: StageProfile) -> None:
+    """Write a job's profile from that of another order.
+
+    Raises:
+        PerseusError: It lacks some of the job's passes.
+        OSError: The disk is full.
+    """
+    if not has_passes_of(job, profile):
+        raise ProfileError("some of its passes were not measured")
     of_order = {
         "job": job.profile_key(),
         "schedule": job.schedule.name,
@@ -462,11 +467,12 @@ def share_profile(job: Job, path: Path) -> bool:
         "streams": ScheduleStreams.of(job.schedule),
         "memory_bytes": [],  # which depends on the order
     }
-    profile = StageProfile.load(path)
-    if not passes_of_stages(job.schedule) <= set(profile.keys):
-        return False
     StageProfile(profile.measurements, profile.info.model_copy(update=of_order)).save(job.profile_path)
-    return True
+
+
+def has_passes_of(job: Job, profile: StageProfile) -> bool:
+    """Return whether a profile has all passes of a job."""
+    return passes_of_stages(job.schedule) <= set(profile.keys)
 
 
 def passes_of_stages(schedule: Schedule) -> set[tuple[int, Kind]]:

@@ -455,6 +455,22 @@ def test_a_cached_plan_proves_itself_again_and_leaves_the_job_if_it_does_not_win
     assert has_cached(tmp_path), "the profile is valid, so another goal may save energy"
 
 
+def test_a_start_with_the_profile_of_an_earlier_one_reads_profile_and_plans_once(second, monkeypatch):
+    read = []
+    for kind in (StageProfile, Frontier):
+        monkeypatch.setattr(kind, "load", lambda path, load=kind.load, kind=kind: read.append(kind) or load(path))
+    second.restart()
+    assert second.train_until("run") == []
+    assert read == [StageProfile, Frontier]
+
+
+def test_plans_are_computed_from_a_cached_profile_if_the_cached_ones_are_damaged(second, start, tmp_path):
+    (frontier,) = (tmp_path / "cache").rglob("frontier.json")
+    frontier.write_text("{}")
+    third = start("third", mode="auto", cache=True, **SLOWER)
+    assert set(third.train_until("run")) == {"optimizing"}
+
+
 @pytest.mark.parametrize("max_drift", [0.1])
 def test_a_cached_profile_from_which_passes_deviate_is_replaced_if_its_plan_is_dropped(second, tmp_path):
     second.late_under_plans()
