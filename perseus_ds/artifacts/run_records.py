@@ -548,7 +548,7 @@ class PlanJudged(Event):
     kept: bool = Field(False, description="Whether it is kept.")
     reason: str = Field("", description="Why not.")
     then: str = Field("", description="The consequence.")
-    trial: TrialState | None = Field(None, description="What the trial of the plan has shown.")
+    trial: TrialState | None = Field(None, description="What its trial has shown, as for an iteration.")
     promised_slowdown: float = Field(0.0, description="Promised change of time as a fraction.")
     promised_saved: float = Field(0.0, description="Promised saving of energy as a fraction.")
 
