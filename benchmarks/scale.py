@@ -60,7 +60,7 @@ NODE, PLANS = 8, 50
 MOST_TENSOR_PARALLEL, FEWEST_PIPELINES = 8, 4
 ITERATION_S, DEFAULT_J, PLANNED_J = 3.0, 900.0, 800.0
 MEASURED, SLOW_PIPELINE, SLOWER = 20, 1, 1.2
-ORDER = 7
+KEY = 7
 CLOCKS_MHZ = tuple(range(705, 1411, 15))
 PASS_S = {Kind.FORWARD: 0.025, Kind.BACKWARD: 0.05, Kind.TAIL: 0.09}
 """Durations at the highest clock [s]."""
@@ -147,7 +147,7 @@ class Job:
                 RankFacts(
                     pipeline=tuple(range(self.stages * number, self.stages * (number + 1))),
                     copies=tuple(range(first, self.ranks, self.stages * self.tensor_parallel)),
-                    order=ORDER,
+                    key=KEY,
                     schedule=own[place],
                     gpu="simulated GPU",
                     clocks_mhz=CLOCKS_MHZ,
@@ -210,7 +210,7 @@ class Agents:
             slow = slowdown if self.job.pipeline_of(rank) == SLOW_PIPELINE else 1.0
             time_s = ITERATION_S * slowdown * self._draw.gauss(1, 0.001)
             report = Report(
-                self.iteration, 0, serial, ORDER, time_s, issued=self.iteration, ended=time.time(),
+                self.iteration, 0, serial, KEY, time_s, issued=self.iteration, ended=time.time(),
                 samples=self.iteration, computed_s=0.97 * ITERATION_S * slow, tail_s=0.03 * ITERATION_S,
             )  # fmt: skip
             energy_j = (DEFAULT_J if self.is_at_default_clocks(rank) else PLANNED_J) * self._draw.gauss(1, 0.01)

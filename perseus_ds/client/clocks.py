@@ -133,9 +133,9 @@ class AgentClocks:
         self.memory.unmarked = self.memory.iteration
         self._link.wake()
 
-    def change_order(self, order: int) -> None:
-        if self.memory.program(self.memory.iteration) != order:
-            self.memory.change_program(order)
+    def change_program(self, number: int) -> None:
+        if self.memory.program(self.memory.iteration) != number:
+            self.memory.change_program(number)
             self._link.wake()
 
     def mark(self, slot: int) -> None:

@@ -177,7 +177,7 @@ def rank_facts(
     return RankFacts(
         pipeline=facts.pipeline,
         copies=facts.copies,
-        order=key_of(facts.order),
+        key=key_of(facts.order),
         schedule=ScheduleStreams.of(schedule).model_dump_json().encode(),
         fingerprint=facts.fingerprint,
         models=facts.models,

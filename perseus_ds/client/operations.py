@@ -134,7 +134,7 @@ class OperationHooks:
         if self._slots:
             instructions = _instructions_of(self._stream)
             if instructions != captured.instructions[: len(instructions)]:
-                self._clocks.change_order(DEFAULT_CLOCKS)  # the graph's marks are those of another order
+                self._clocks.change_program(DEFAULT_CLOCKS)  # the graph's marks are those of another order
         if captured.times.last is not None:
             captured.times.last.spans()  # this replay overwrites them
         replayed = replay()

@@ -318,10 +318,10 @@ class PerseusRuntime:
         self.clocks.pause()
         yield
 
-    def command(self, order: Mapping[str, Any]) -> None:
-        """Send an order as ``perseus-ds control`` does, such as ``{"command": "pause"}``, without waiting."""
+    def command(self, command: Mapping[str, Any]) -> None:
+        """Send a command as ``perseus-ds control`` does, such as ``{"command": "pause"}``, without waiting."""
         if self._is_rank_0 and not self._closed:
-            self.clocks.send(msg.Command(json.dumps(order, default=str).encode()))
+            self.clocks.send(msg.Command(json.dumps(command, default=str).encode()))
 
     def set_steps(self, steps: int) -> None:
         """Report the number of training steps of the engine, for example after loading a checkpoint."""

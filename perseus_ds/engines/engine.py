@@ -218,7 +218,7 @@ class Session:
     def use_default_clocks(self) -> None:
         """Run the rest of the current iteration at default clocks."""
         if self.runtime is not None:
-            self.runtime.clocks.change_order(DEFAULT_CLOCKS)
+            self.runtime.clocks.change_program(DEFAULT_CLOCKS)
 
     def set_goal(self, goal: Mapping[str, Any]) -> None:
         """Change the goal, for example to ``{"max_slowdown": 0.05}``, for the following iterations.

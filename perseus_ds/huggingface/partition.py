@@ -101,7 +101,7 @@ def partition(
     uniform_cut(len(skeleton(config).base_model.layers), stages)  # raises errors before anything is measured
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     shape = (micro_batch_size, sequence_length or min(2048, longest))
-    order = read_schedule(found, ranks=stages // per_rank, micro_batches=micro_batches)
+    executed = read_schedule(found, ranks=stages // per_rank, micro_batches=micro_batches)
     if gpu is None and torch.cuda.is_available():
         if memory_gib is None:
             memory_gib = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30
@@ -113,7 +113,7 @@ def partition(
     else:
         with torch.random.fork_rng(devices=[]):
             costs = simulated_costs(config, DEVICES[gpu or "a100-sxm"], shape, dtype, gradient_checkpointing)
-    return best_partition(costs, order, memory_bytes=None if memory_gib is None else memory_gib * 2**30)
+    return best_partition(costs, executed, memory_bytes=None if memory_gib is None else memory_gib * 2**30)
 
 
 class _Part:

@@ -32,8 +32,8 @@ class Laplacian:
         entries = np.ones(2 * len(tail)), (np.r_[tail, head], np.r_[head, tail])
         graph = coo_array(entries, shape=(inner, inner)).tocsr()
         # Shape (inner events,): the event of each row.
-        self._order = 1 + (reverse_cuthill_mckee(graph, symmetric_mode=True) if inner else np.arange(0))
-        row[self._order] = np.arange(inner)
+        self._event_of_row = 1 + (reverse_cuthill_mckee(graph, symmetric_mode=True) if inner else np.arange(0))
+        row[self._event_of_row] = np.arange(inner)
         tail, head = row[self._tail[self._is_inner]], row[self._head[self._is_inner]]
         distance = np.abs(tail - head)
         self._band = int(distance.max(initial=0))
@@ -43,13 +43,13 @@ class Laplacian:
 
     def factorise(self, weight: Floats) -> None:
         """Factorise the matrix with these weights, shape (arcs,)."""
-        inner = len(self._order)
+        inner = len(self._event_of_row)
         diagonal = np.bincount(self._tail, weight, self._events) + np.bincount(self._head, weight, self._events)
         self._to_end_weight = _bincount(self._tail[self._to_end], weight[self._to_end], self._events)
         self._end_diagonal = float(diagonal[-1])
         if inner:
             band = _bincount(self._cell, -weight[self._is_inner], (self._band + 1) * inner).reshape(inner, -1).T
-            band[0] += diagonal[self._order] * (1 + _SHIFT)
+            band[0] += diagonal[self._event_of_row] * (1 + _SHIFT)
             self._factor = cholesky_banded(band, lower=True, overwrite_ab=True, check_finite=False)
 
     def inflow(self, flow: Floats) -> Floats:
@@ -69,8 +69,10 @@ class Laplacian:
 
     def _inner_solve(self, inflow: Floats) -> Floats:
         result = np.zeros(self._events)
-        if len(self._order):
-            result[self._order] = cho_solve_banded((self._factor, True), inflow[self._order], check_finite=False)
+        if len(self._event_of_row):
+            result[self._event_of_row] = cho_solve_banded(
+                (self._factor, True), inflow[self._event_of_row], check_finite=False
+            )
         return result
 
 

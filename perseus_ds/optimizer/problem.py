@@ -304,8 +304,8 @@ def power_swing(problem: Problem, plan: FrequencyPlan) -> PowerSwing:
     # The power rises at the begin of an instruction by its power beyond waiting, and falls by it at the end.
     at_s = np.concatenate([[0.0], end_s - time_s, end_s, [plan.time_s]])
     step_w = np.concatenate([[problem.waiting_power_w], beyond_w, -beyond_w, [0.0]])
-    order = np.argsort(at_s, kind="stable")
-    at_s, power_w = at_s[order], np.cumsum(step_w[order])
+    by_time = np.argsort(at_s, kind="stable")
+    at_s, power_w = at_s[by_time], np.cumsum(step_w[by_time])
     used_j = np.concatenate([[0.0], np.cumsum(power_w[:-1] * np.diff(at_s))])
 
     def until_j(moment_s: Floats) -> Floats:

@@ -130,25 +130,25 @@ def best_runs(
     block_of[from_first] = np.searchsorted(places - places[0], np.arange(count), side="right") - 1
     block_change_j = change_j[:, places]
 
-    # Shape (cuts, blocks): the blocks in the order from each cut. Rows are prices times cuts.
+    # Shape (cuts, blocks): the blocks as they follow each cut. Rows are prices times cuts.
     cuts = evenly(blocks, most_cuts)
-    orders = (np.arange(blocks) + cuts[:, None]) % blocks
+    sequences = (np.arange(blocks) + cuts[:, None]) % blocks
     rows = prices * len(cuts)
-    is_in_next_iteration = orders < cuts[:, None]
-    at_s = begins_s[:, places][:, orders] + np.where(is_in_next_iteration, length_s[:, None, None], 0.0)
+    is_in_next_iteration = sequences < cuts[:, None]
+    at_s = begins_s[:, places][:, sequences] + np.where(is_in_next_iteration, length_s[:, None, None], 0.0)
     at_s = (at_s - at_s[:, :, :1]).reshape(rows, blocks)
     from_cuts = _best_runs_from_begin(
-        blocks_j[:, orders].reshape(rows, blocks, clocks),
+        blocks_j[:, sequences].reshape(rows, blocks, clocks),
         at_s,
         np.repeat(length_s, len(cuts)),
         dwell_s,
-        block_change_j[:, orders].reshape(rows, blocks, -1),
+        block_change_j[:, sequences].reshape(rows, blocks, -1),
     )
 
     # Shape (prices, 1 + cuts, blocks): one clock throughout, and the result from each cut.
     tried = np.empty((prices, len(cuts) + 1, blocks), dtype=np.intp)
     tried[:, 0] = blocks_j.sum(axis=1).argmin(axis=1)[:, None]
-    np.put_along_axis(tried[:, 1:], orders[None], from_cuts.reshape(prices, len(cuts), blocks), axis=2)
+    np.put_along_axis(tried[:, 1:], sequences[None], from_cuts.reshape(prices, len(cuts), blocks), axis=2)
     total_j = _of_clocks(blocks_j, tried).sum(axis=2)
     # The first and last run of a sequence may have the same clock.
     changes_j = _of_clocks(np.broadcast_to(block_change_j, blocks_j.shape), tried)

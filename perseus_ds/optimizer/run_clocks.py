@@ -298,8 +298,8 @@ class RunClockSearch:
         change_s = change_s.reshape(len(near), len(more_j))
         saves = more_j[:, None] + more_j < -1e-8 * abs(float(now_j.sum()))
         first, second = np.nonzero(saves & (run[:, None] < run))
-        order = np.argsort(more_j[first] + more_j[second], kind="stable")[:_MOST_PAIRS]
-        first, second = first[order], second[order]
+        best_first = np.argsort(more_j[first] + more_j[second], kind="stable")[:_MOST_PAIRS]
+        first, second = first[best_first], second[best_first]
         spare_s = (limit_s - self._length_s[near])[:, None]
         fits = np.flatnonzero((change_s[:, first] + change_s[:, second] <= spare_s).all(axis=0))
         if not len(fits):

@@ -105,11 +105,11 @@ def splice(network: Network, slow_s: Floats, fast_s: Floats, deadline_s: Floats,
     Returns:
         Event times, shape (events, plans) [s].
     """
-    order = network.position if slow_first else 1.0 - network.position
+    from_begin = network.position if slow_first else 1.0 - network.position
 
     def durations_s(change: Floats) -> Floats:
         """Return durations, with the slower plan up to a relative time, shape (arcs, plans) [s]."""
-        return np.where(order[:, None] <= change, slow_s, fast_s)
+        return np.where(from_begin[:, None] <= change, slow_s, fast_s)
 
     low = np.full(len(deadline_s), -1e-9)
     high = np.full(len(deadline_s), 1.0)

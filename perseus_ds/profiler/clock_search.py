@@ -138,8 +138,8 @@ class AdaptiveSampler:
             options = fitted.options(stage, kind)
             cost_j = options.effective_energy_j(self._blocking_power_w)
             measured = np.isin(options.clock_mhz, list(self._requested))
-            order = np.flatnonzero(measured)[np.lexsort((cost_j[measured], options.time_s[measured]))]
-            hull = order[lower_hull(options.time_s[order], cost_j[order])]
+            fastest_first = np.flatnonzero(measured)[np.lexsort((cost_j[measured], options.time_s[measured]))]
+            hull = fastest_first[lower_hull(options.time_s[fastest_first], cost_j[fastest_first])]
             # The lines between its corners are the lowest effective energies of mixtures of clocks.
             hull_j = np.interp(options.time_s, options.time_s[hull], cost_j[hull])
             for number in np.flatnonzero(~measured):

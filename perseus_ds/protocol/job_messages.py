@@ -32,7 +32,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: tuple[int, ...]  # global ranks of its pipeline, first stage first
     # Global ranks that train the same stages on other data, itself included. None if every pipeline has its own data.
     copies: tuple[int, ...] | None
-    order: int  # key of the order that the job starts with
+    key: int  # of the order that the job starts with
     schedule: bytes  # of this rank in that order, in JSON; empty in the description of a job
     fingerprint: str = ""  # changes with any property that affects the times of its instructions
     models: tuple[str, ...] = ()  # classes of the models in its process, the one that trains first
@@ -169,7 +169,7 @@ class Calibrate(msgspec.Struct, tag=True, frozen=True):
     """Durations of passes on a simulated GPU."""
 
     seconds_per_flop: float  # at the top clock
-    flops: tuple[int, ...]  # of each pass, in the order of the rank's own list
+    flops: tuple[int, ...]  # of each pass, as in the rank's own list
 
 
 class Say(msgspec.Struct, tag=True, frozen=True):
@@ -288,7 +288,7 @@ class MoreSteps(msgspec.Struct, tag=True, frozen=True):
 
 
 class Command(msgspec.Struct, tag=True, frozen=True):
-    """An order of the user as JSON, as ``perseus-ds control`` sends it."""
+    """A command of the user as JSON, as ``perseus-ds control`` sends it."""
 
     content: bytes
 

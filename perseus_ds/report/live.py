@@ -409,18 +409,18 @@ def print_once(jobs: Jobs, console: Console) -> None:
 def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> None:
     """Show the state of all jobs until they have ended or the user quits, then print it once more.
 
-    If there is no job yet, wait for one. ``control`` executes an order, given as arguments of ``perseus-ds control``,
+    If there is no job yet, wait for one. ``control`` executes a command, given as arguments of ``perseus-ds control``,
     and returns the answer.
     """
     with _single_key_input() as ask, Live(console=console, screen=True, auto_refresh=False) as live:
 
-        def order() -> str:
+        def command() -> str:
             live.stop()
             with contextlib.suppress(KeyboardInterrupt, EOFError):
                 return ask("perseus-ds control, such as set --max-slowdown 0.05: ")
             return ""
 
-        keys = Keys(order, control)
+        keys = Keys(command, control)
         while True:
             try:
                 followers = jobs.followers()
@@ -431,8 +431,8 @@ def watch(jobs: Jobs, console: Console, control: Callable[[list[str]], str]) -> 
                 return
             facts = [follower.facts(time.time()) for follower in followers]
             first, size = followers[0].folder, live.console.size
-            takes_orders = len(facts) == 1 and not facts[0].ended and (first / ADDRESS_FILE).is_file()
-            keys.folder = first if takes_orders else None
+            takes_commands = len(facts) == 1 and not facts[0].ended and (first / ADDRESS_FILE).is_file()
+            keys.folder = first if takes_commands else None
             footer = "; ".join([*_problems(followers), keys.footer])
             several = jobs_table(facts[-max(1, size.height - 2) :]) if len(facts) > 1 else None
             live.start()
@@ -452,10 +452,10 @@ def _handle_keys(keys: Keys) -> bool:
 class Keys:
     """Executes keys that the user presses.
 
-    ``ask`` prompts for an order and returns the text that the user typed. ``control`` executes it, see :func:`watch`.
+    ``ask`` prompts for a command and returns the text that the user typed. ``control`` executes it, see :func:`watch`.
 
     Attributes:
-        folder: Folder of the job that accepts orders, if any.
+        folder: Folder of the job that accepts commands, if any.
     """
 
     def __init__(self, ask: Callable[[], str], control: Callable[[list[str]], str]) -> None:
@@ -465,16 +465,16 @@ class Keys:
 
     @property
     def footer(self) -> str:
-        """The available keys, or the answer to the last order."""
+        """The available keys, or the answer to the last command."""
         if self.folder is None:
             return "[q] leave"
-        return self._answer or "[p] pause  [r] resume  [o] order  [q] leave"
+        return self._answer or "[p] pause  [r] resume  [c] command  [q] leave"
 
     def press(self, key: str) -> bool:
         """Execute a key, and return False if it quits."""
         if key != "q" and self.folder is not None:
             self._answer = ""
-            typed = {"p": "pause", "r": "resume"}.get(key) or (self._ask() if key == "o" else "")
+            typed = {"p": "pause", "r": "resume"}.get(key) or (self._ask() if key == "c" else "")
             try:
                 if words := shlex.split(typed):
                     self._answer = self._control([words[0], str(self.folder), *words[1:]])

@@ -132,7 +132,7 @@ def send_command(directory: Path, command: dict[str, Any]) -> dict[str, Any]:
     """Send a command to the job that writes to a folder, and return its answer.
 
     Raises:
-        ConfigError: No job is running there, it does not answer, or it refused the order.
+        ConfigError: No job is running there, it does not answer, or it refused the command.
     """
     path = directory / ADDRESS_FILE
     if not path.is_file():

@@ -191,7 +191,7 @@ class JobCollector(Collector):
             yield metric(GaugeMetricFamily, name, of(PlanFacts, field), now({"": getattr(facts.plan, field, None)}))
         counts = {
             "perseus_limited_gpus": (of(JobFacts, "limits"), len(facts.limits) + facts.more_limits),
-            "perseus_order_pending": ("1 while an order is not in force yet.", facts.pending is not None),
+            "perseus_command_pending": ("1 while a command is not in force yet.", facts.pending is not None),
             "perseus_failed_ranks": (of(JobFacts, "failed_ranks"), len(facts.failed_ranks) + facts.more_failed_ranks),
             "perseus_slowed_gpus": (
                 "GPUs with a clock that is locked on purpose.", sum(map(bool, facts.clocks_asked_mhz))

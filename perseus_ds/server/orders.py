@@ -47,7 +47,7 @@ class Orders:
             reads: Whether the schedules of other orders are requested.
         """
         self.first = self.latest = Order(0, job)
-        self._first_key = job.facts[0].order
+        self._first_key = job.facts[0].key
         self.numbers = {self._first_key: 0}
         self._job = job
         self._send_all = send_all

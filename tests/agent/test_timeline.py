@@ -184,10 +184,10 @@ def test_energy_that_the_driver_reads_late_does_not_count(clocks, agent, gpu, no
 def test_the_rest_of_an_iteration_can_run_under_another_program(clocks, agent, gpu, now, iterate, runs):
     number = iterate(runs(1410, (1200, 1305, 1110)), passes=1, end=False)
     now.sleep(0.5)
-    clocks.change_order(DEFAULT_CLOCKS)
+    clocks.change_program(DEFAULT_CLOCKS)
     now.sleep(0.5)
     assert gpu.clocks_set == [1200, 1305, None]
-    clocks.change_order(runs(1110, number=1))
+    clocks.change_program(runs(1110, number=1))
     now.sleep(0.5)
     clocks.end_iteration(number)
     now.sleep(1.0)

@@ -186,11 +186,11 @@ def test_keys_pause_resume_and_ask_for_a_command_as_on_the_command_line(steered)
     assert keys.press("r")
     assert (control.paused, keys.footer) == (False, "under plans again")
     typed += ["set --watts 5000", " ", ""]
-    keys.press("o")
+    keys.press("c")
     assert control.goal == Goal(watts=5000)
     assert keys.footer == "no slower than default clocks, watts 5000.0, once the job runs under plans"
     for _ in range(2):
-        keys.press("o")
+        keys.press("c")
         assert keys.footer.startswith("[p] pause")
     assert not keys.press("q")
     keys.folder = None  # the job has ended
@@ -206,7 +206,7 @@ def test_what_is_wrong_with_a_typed_command_is_shown(steered):
         "perseus-ds control set: --max-slowdown: expected a fraction below 1, got 5. Did",
         "set --max-slowdown '5: No closing quotation",
     ):
-        keys.press("o")
+        keys.press("c")
         assert keys.footer.startswith(message)
     assert control.goal == Goal()
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from job_descriptions import ORDER, described
+from job_descriptions import KEY, described
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.run_records import Failed, IterationRecord, read_records
@@ -54,7 +54,7 @@ class FakeJob:
         own = self.follow(rank, iteration, without_last=without_last)
         theirs = own if client_without_last is None else self.follow(rank, iteration, without_last=client_without_last)
         serial_of = lambda follow: 0 if follow is None else follow.serial  # noqa: E731
-        report = Report(iteration, 0, serial_of(theirs), key=ORDER, time_s=1.0, issued=iteration, **fields)
+        report = Report(iteration, 0, serial_of(theirs), key=KEY, time_s=1.0, issued=iteration, **fields)
         return RankReport(report, serial=serial_of(own), begun_s=float(iteration), energy_j=300.0)
 
     def run(self, iterations):

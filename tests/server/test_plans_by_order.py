@@ -113,7 +113,7 @@ def test_the_order_of_a_start_keeps_its_number_if_no_other_number_is_free(job):
     assert same.restore(full)
     assert same.occurs(key + 1) is None, "its operations are those of another order"
     assert same.occurs(key) is same.first
-    facts = msgspec.structs.replace(again.facts[0], order=key_of(3))
+    facts = msgspec.structs.replace(again.facts[0], key=key_of(3))
     another = Orders(replace(again, facts=(facts,)), lambda message: None, job.server.recorder, reads=True)
     assert not another.restore(full)
     assert (another.first.number, another.numbers) == (0, {key_of(3): 0})

@@ -343,7 +343,7 @@ def job_of(*nodes):
     return SimpleNamespace(
         shown=tuple(range(len(nodes))),
         facts=[
-            RankFacts(pipeline=(0, 1), copies=(rank,), order=0, schedule=b"", node=node)
+            RankFacts(pipeline=(0, 1), copies=(rank,), key=0, schedule=b"", node=node)
             for rank, node in enumerate(nodes)
         ],
         places=[Place(pipeline=0, pipeline_rank=rank) for rank in range(len(nodes))],

@@ -84,7 +84,7 @@ def test_each_pass_of_a_replay_runs_at_its_clock(start, mixed):
 def test_times_are_those_of_their_replay_even_if_the_host_is_ahead():
     time = VirtualTime()
     cuda = VirtualCuda(time)
-    clocks = SimpleNamespace(mark=print, begin_iteration=lambda order, positions: 1, change_order=print)
+    clocks = SimpleNamespace(mark=print, begin_iteration=lambda order, positions: 1, change_program=print)
     timers = CudaExecution(torch.device("cuda", 0), cuda, wait_for_event)
     hooks, captured = OperationHooks(timers, clocks), CapturedIteration(clocks, timers.graph_times())
     lengths_s, seen = iter([0.1, 0.2, 0.3]), []

@@ -12,7 +12,7 @@ import time
 import msgspec
 import pytest
 import zmq
-from job_descriptions import ORDER, description, request
+from job_descriptions import KEY, description, request
 from msgspec import structs
 from virtual.time import VirtualTime
 
@@ -245,7 +245,7 @@ def test_a_server_that_falls_behind_discards_reports_and_continues_at_default_cl
                 raise IndexError
             now.sleep(0.01)
             received.append(len(received) // 2 + 1)
-            report = RankReport(Report(received[-1], 0, 0, ORDER, 0.01))
+            report = RankReport(Report(received[-1], 0, 0, KEY, 0.01))
             return b"agent", [struct.pack("=I", len(received) % 2), encode(report)]
 
     process._connections.received = Arrived()

@@ -11,7 +11,7 @@ from perseus_ds.protocol.job_messages import JobDescription, RankFacts, encode
 from perseus_ds.server.process import ServerRequest
 
 TWO_STAGES = one_f_one_b(ranks=2, micro_batches=2)
-ORDER = 7
+KEY = 7
 """Key of the order with which these jobs start."""
 GPU = {"gpu": "simulated", "clocks_mhz": tuple(range(900, 1411, 15)), "simulated": True}
 
@@ -30,7 +30,7 @@ def described(schedule=TWO_STAGES, *, pipelines=1, of_ranks=(), **block):
         RankFacts(
             pipeline=tuple(range(rank - rank % stages, rank - rank % stages + stages)),
             copies=tuple(range(rank % stages, ranks, stages)),
-            order=ORDER,
+            key=KEY,
             schedule=streams[rank % stages],
             **GPU | (of_ranks[rank] if of_ranks else {}),
         )
