@@ -16,14 +16,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from perseus_ds.artifacts.run_records import (
-    IterationRecord,
-    PlanJudged,
-    Record,
-    Started,
-    TrialState,
-    to_line,
-)
+from perseus_ds.artifacts.run_events import PlanJudged, Started
+from perseus_ds.artifacts.run_iterations import IterationRecord
+from perseus_ds.artifacts.run_records import Record, to_line
+from perseus_ds.artifacts.run_savings import TrialState
 from perseus_ds.progress.facts import facts_of
 from perseus_ds.progress.thinning import KEPT, MORE, summed
 from perseus_ds.report.inputs import read_run

@@ -36,7 +36,8 @@ import zmq
 from perseus_ds.agent.job_server import JobServerChild, Uplink
 from perseus_ds.artifacts.frontier import Frontier, Provenance
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.run_records import Event, PlanChosen, PlanJudged, RecordFollower
+from perseus_ds.artifacts.run_events import Event, PlanChosen, PlanJudged
+from perseus_ds.artifacts.run_records import RecordFollower
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import parse_block
 from perseus_ds.pipeline.commands import read_schedule, schedule_class

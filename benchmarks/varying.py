@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from virtual.job import VirtualJob  # type: ignore[import-not-found]  # noqa: E402
 
-from perseus_ds.artifacts.run_records import Sums  # noqa: E402
+from perseus_ds.artifacts.run_iterations import Sums  # noqa: E402
 from perseus_ds.pipeline.commands import read_schedule, schedule_class  # noqa: E402
 
 ITERATIONS, COMPARED = 500, 100

@@ -17,7 +17,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.artifacts.run_records import Event, IterationRecord, SavingSummary, SummedIterations, Sums, TokenSummary
+from perseus_ds.artifacts.run_events import Event
+from perseus_ds.artifacts.run_iterations import IterationRecord, SummedIterations, Sums
+from perseus_ds.artifacts.run_savings import SavingSummary, TokenSummary
 from perseus_ds.cli.main import COMMANDS, command_of, description_of
 from perseus_ds.cli.main import main as main_of_commands
 from perseus_ds.config import MetricsConfig, PerseusConfig, ProfileConfig, ServerConfig

@@ -27,7 +27,8 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, ValidationError
 
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.run_records import IterationRecord, Sums, TrialState
+from perseus_ds.artifacts.run_iterations import IterationRecord, Sums
+from perseus_ds.artifacts.run_savings import TrialState
 
 STALL = 1.5
 """An iteration that takes more than this many times the usual time contains a stall."""

@@ -35,7 +35,7 @@ from scipy.special import stdtrit
 
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.profile import Floats
-from perseus_ds.artifacts.run_records import TrialState
+from perseus_ds.artifacts.run_savings import TrialState
 from perseus_ds.savings import STALL, DefaultClocks, Size
 
 TOLERANCE = 0.01

@@ -9,18 +9,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from perseus_ds.artifacts.profile import energy_note
-from perseus_ds.artifacts.run_records import (
-    Ended,
-    Limits,
-    LimitsChanged,
-    OrderSummary,
-    PlanChosen,
-    PlanSummary,
-    PowerCapChanged,
-    SavingSummary,
-    Started,
-    TokenSummary,
-)
+from perseus_ds.artifacts.run_events import Ended, Limits, LimitsChanged, PlanChosen, PowerCapChanged, Started
+from perseus_ds.artifacts.run_savings import OrderSummary, PlanSummary, SavingSummary, TokenSummary
 from perseus_ds.progress.sums import JobSums
 from perseus_ds.units import number
 

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from perseus_ds.artifacts.run_records import (
-    ClockNotReached,
-    Event,
-    IterationRecord,
-    PlanJudged,
-    Started,
-    SummedIterations,
-    Sums,
-)
+from perseus_ds.artifacts.run_events import ClockNotReached, Event, PlanJudged, Started
+from perseus_ds.artifacts.run_iterations import IterationRecord, SummedIterations, Sums
 from perseus_ds.progress.series import EveryNth, PowerExtremes, PowerFigures, SeriesPart, SeriesParts
 
 MOST_POINTS = 1500

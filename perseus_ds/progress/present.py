@@ -8,19 +8,17 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from perseus_ds.artifacts.run_records import (
+from perseus_ds.artifacts.run_events import (
     CommandGiven,
     Ended,
     Event,
     GoalChanged,
-    IterationRecord,
     ProfileWritten,
-    Record,
     Started,
-    SummedIterations,
     goal_in_words,
-    is_training,
 )
+from perseus_ds.artifacts.run_iterations import IterationRecord, SummedIterations
+from perseus_ds.artifacts.run_records import Record, is_training
 from perseus_ds.progress.series import RecentPower
 from perseus_ds.savings import sums_of, total_of
 

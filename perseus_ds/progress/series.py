@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from perseus_ds.artifacts.run_records import PowerSums, Sums
+from perseus_ds.artifacts.run_iterations import PowerSums, Sums
 
 _SECOND_S = 1.0
 _Point = TypeVar("_Point")

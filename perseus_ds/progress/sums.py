@@ -13,23 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from perseus_ds.artifacts.run_records import (
-    Event,
-    IterationRecord,
-    OrderPlanned,
-    OrderSummary,
-    PlanJudged,
-    PlanSummary,
-    ProfileWritten,
-    Record,
-    SavingSummary,
-    Started,
-    SummedIterations,
-    Sums,
-    TokenSummary,
-    TrialState,
-    is_training,
-)
+from perseus_ds.artifacts.run_events import Event, OrderPlanned, PlanJudged, ProfileWritten, Started
+from perseus_ds.artifacts.run_iterations import IterationRecord, SummedIterations, Sums
+from perseus_ds.artifacts.run_records import Record, is_training
+from perseus_ds.artifacts.run_savings import OrderSummary, PlanSummary, SavingSummary, TokenSummary, TrialState
 from perseus_ds.progress.history import History
 from perseus_ds.progress.present import Present
 from perseus_ds.savings import as_in, sums_of, total_of

@@ -16,19 +16,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from perseus_ds.artifacts.io import open_without_links
-from perseus_ds.artifacts.run_records import (
-    Event,
-    IterationRecord,
-    PhaseSums,
-    Record,
-    Started,
-    SummedIterations,
-    Sums,
-    TrialState,
-    from_line,
-    is_training,
-    to_line,
-)
+from perseus_ds.artifacts.run_events import Event, Started
+from perseus_ds.artifacts.run_iterations import IterationRecord, PhaseSums, SummedIterations, Sums
+from perseus_ds.artifacts.run_records import Record, from_line, is_training, to_line
+from perseus_ds.artifacts.run_savings import TrialState
 from perseus_ds.artifacts.validation import MOST_RECORD_LINE_BYTES
 from perseus_ds.progress.series import PowerExtremes
 from perseus_ds.progress.sums import AT_DEFAULT_CLOCKS, sums_by_place

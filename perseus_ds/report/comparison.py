@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 
 from perseus_ds.artifacts.profile import energy_note
-from perseus_ds.artifacts.run_records import SavingSummary, with_error
+from perseus_ds.artifacts.run_savings import SavingSummary, with_error
 from perseus_ds.errors import ConfigError
 from perseus_ds.progress.sums import AT_DEFAULT_CLOCKS, Conditions
 from perseus_ds.report.facts import MeasuredPoint

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from perseus_ds.artifacts.frontier import SLOWDOWNS, Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.run_records import SavingSummary, Sums, of_order
+from perseus_ds.artifacts.run_events import of_order
+from perseus_ds.artifacts.run_iterations import Sums
+from perseus_ds.artifacts.run_savings import SavingSummary
 from perseus_ds.progress.facts import facts_of, figures_in_words
 from perseus_ds.progress.sums import Conditions, JobSums
 from perseus_ds.report.inputs import Inputs, RecordedRun, label

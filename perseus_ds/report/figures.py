@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import MeanIteration
+from perseus_ds.artifacts.run_iterations import MeanIteration
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.report.facts import MeasuredPoint, Trend
 from perseus_ds.report.inputs import RecordedRun

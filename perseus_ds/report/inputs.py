@@ -16,7 +16,8 @@ from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.io import has_file
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile, energy_note
-from perseus_ds.artifacts.run_records import FILE_NAME, Started, read_records
+from perseus_ds.artifacts.run_events import Started
+from perseus_ds.artifacts.run_records import FILE_NAME, read_records
 from perseus_ds.artifacts.timeline import MeasuredIteration, TimelineFile
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer import with_alternatives

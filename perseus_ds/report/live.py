@@ -22,15 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from perseus_ds.artifacts.io import has_file
-from perseus_ds.artifacts.run_records import (
-    FILE_NAME,
-    RecordFollower,
-    SavingSummary,
-    against_default_clocks,
-    changes,
-    goal_in_words,
-    limits_in_words,
-)
+from perseus_ds.artifacts.run_events import goal_in_words, limits_in_words
+from perseus_ds.artifacts.run_records import FILE_NAME, RecordFollower
+from perseus_ds.artifacts.run_savings import SavingSummary, against_default_clocks, changes
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.errors import ConfigError
 from perseus_ds.progress.facts import JobFacts, facts_of, figures_in_words

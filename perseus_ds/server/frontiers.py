@@ -14,7 +14,7 @@ from perseus_ds.artifacts.io import write_together
 from perseus_ds.artifacts.layout import Layout
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Failed, OrderPlanned
+from perseus_ds.artifacts.run_events import Failed, OrderPlanned
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError, PlanError, ProfileError
 from perseus_ds.optimizer.worker import OptimizeRequest, OptimizeWorker

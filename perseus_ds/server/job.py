@@ -16,7 +16,7 @@ from pathlib import Path
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.artifacts.profile import GpuSettings, ProfileInfo, StageProfile
-from perseus_ds.artifacts.run_records import Started
+from perseus_ds.artifacts.run_events import Started
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import GpuError, PlanError, ProfileError, ScheduleError

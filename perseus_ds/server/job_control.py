@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError
 
 from perseus_ds.artifacts.io import FileModel
-from perseus_ds.artifacts.run_records import CommandGiven, Event, GoalChanged, goal_in_words
+from perseus_ds.artifacts.run_events import CommandGiven, Event, GoalChanged, goal_in_words
 from perseus_ds.artifacts.validation import explain
 from perseus_ds.policy.commands import AnyCommand, ClearGoal, GetStatus, Pause, Resume, SetGoal, SetStraggler
 from perseus_ds.policy.goal import LIMITS, Goal, check_deadline

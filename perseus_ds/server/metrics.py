@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
-from perseus_ds.artifacts.run_records import SavingSummary
+from perseus_ds.artifacts.run_savings import SavingSummary
 from perseus_ds.config import MetricsConfig
 from perseus_ds.progress.facts import JobFacts, PipelineFacts, PlanFacts
 from perseus_ds.progress.present import PHASES

@@ -14,7 +14,8 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from perseus_ds.artifacts.run_records import NO_ORDER, OrderPlanned
+from perseus_ds.artifacts.run_events import OrderPlanned
+from perseus_ds.artifacts.run_savings import NO_ORDER
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import PerseusError, ScheduleError
 from perseus_ds.pipeline.schedule import Schedule

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from perseus_ds import errors
-from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.artifacts.run_events import Failed
 from perseus_ds.errors import PerseusError
 from perseus_ds.policy.commands import AnyCommand
 from perseus_ds.protocol import job_messages as msg

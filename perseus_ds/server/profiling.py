@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
-from perseus_ds.artifacts.run_records import ProfileWritten, Sums
+from perseus_ds.artifacts.run_events import ProfileWritten
+from perseus_ds.artifacts.run_iterations import Sums
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import ProfileConfig
 from perseus_ds.errors import GpuError, ProfileError

@@ -18,21 +18,10 @@ import numpy.typing as npt
 
 from perseus_ds.artifacts.io import open_without_links, write_atomically
 from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.artifacts.run_records import (
-    FILE_NAME,
-    MOST_FAILED_RANKS,
-    NO_ORDER,
-    Event,
-    Failed,
-    IterationRecord,
-    LimitsChanged,
-    OfRanks,
-    Record,
-    RecordFollower,
-    Started,
-    TrialState,
-    to_line,
-)
+from perseus_ds.artifacts.run_events import Event, Failed, LimitsChanged, Started
+from perseus_ds.artifacts.run_iterations import MOST_FAILED_RANKS, IterationRecord, OfRanks
+from perseus_ds.artifacts.run_records import FILE_NAME, Record, RecordFollower, to_line
+from perseus_ds.artifacts.run_savings import NO_ORDER, TrialState
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile, Work
 from perseus_ds.artifacts.validation import MOST_OPERATIONS
 from perseus_ds.pipeline.instruction import Instruction

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from perseus_ds.artifacts.frontier import NO_SLOWER
-from perseus_ds.artifacts.run_records import GoalChanged, PlanChosen, PowerCapChanged
+from perseus_ds.artifacts.run_events import GoalChanged, PlanChosen, PowerCapChanged
 from perseus_ds.policy.decisions import MARGIN, Decision, PowerCap, Situation, decide, slowdown_of
 from perseus_ds.policy.goal import Goal
 from perseus_ds.policy.plans import Plans

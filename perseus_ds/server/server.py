@@ -19,7 +19,9 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from perseus_ds.artifacts.io import FileModel
 from perseus_ds.artifacts.profile import energy_note
-from perseus_ds.artifacts.run_records import FILE_NAME, NO_ORDER, ClockNotReached, Failed, Recovered
+from perseus_ds.artifacts.run_events import ClockNotReached, Failed, Recovered
+from perseus_ds.artifacts.run_records import FILE_NAME
+from perseus_ds.artifacts.run_savings import NO_ORDER
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.optimizer.worker import OptimizeWorker

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from perseus_ds.artifacts.run_records import Drifted, PlanJudged, changes
+from perseus_ds.artifacts.run_events import Drifted, PlanJudged
+from perseus_ds.artifacts.run_savings import changes
 from perseus_ds.policy.reports import JobDrift, rank_drift
 from perseus_ds.policy.trial import Block, BlockIteration, Limits, Verdict, compare
 from perseus_ds.protocol.job_messages import Times

@@ -6,17 +6,9 @@ import os
 import pytest
 from live_records import auto_job, default_iteration, started, write
 
-from perseus_ds.artifacts.run_records import (
-    Event,
-    Failed,
-    IterationRecord,
-    PlanChosen,
-    RecordFollower,
-    Started,
-    from_line,
-    read_records,
-    to_line,
-)
+from perseus_ds.artifacts.run_events import Event, Failed, PlanChosen, Started
+from perseus_ds.artifacts.run_iterations import IterationRecord
+from perseus_ds.artifacts.run_records import RecordFollower, from_line, read_records, to_line
 from perseus_ds.errors import ConfigError
 
 ITERATION = IterationRecord(iteration=3, phase="run", plan=1, time_s=2.0, energy_j=30.0, default_energy_j=40.0)

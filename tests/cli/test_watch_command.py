@@ -16,7 +16,7 @@ from live_records import BEGIN, auto_job, default_iteration, facts_at, planned_i
 from rich.console import Console
 from run_log import GIVE_UP_S, wait_until
 
-from perseus_ds.artifacts.run_records import Ended, Failed, GoalChanged, PlanChosen
+from perseus_ds.artifacts.run_events import Ended, Failed, GoalChanged, PlanChosen
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
 from perseus_ds.cli.jobs import answer_to
 from perseus_ds.policy.goal import Goal

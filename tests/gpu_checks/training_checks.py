@@ -20,7 +20,9 @@ from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Failed, IterationRecord, read_records
+from perseus_ds.artifacts.run_events import Failed
+from perseus_ds.artifacts.run_iterations import IterationRecord
+from perseus_ds.artifacts.run_records import read_records
 from perseus_ds.client import operations as engine_operations
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.commands import read_schedule, schedule_class

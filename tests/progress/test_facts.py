@@ -20,14 +20,7 @@ from live_records import (
 from rich.console import Console
 from virtual.job import SLOWER, VirtualJob
 
-from perseus_ds.artifacts.run_records import (
-    CommandGiven,
-    Ended,
-    GoalChanged,
-    OrderPlanned,
-    PlanChosen,
-    PowerCapChanged,
-)
+from perseus_ds.artifacts.run_events import CommandGiven, Ended, GoalChanged, OrderPlanned, PlanChosen, PowerCapChanged
 from perseus_ds.progress.facts import JobFacts
 from perseus_ds.report.live import JobFollower, JobScreen
 

@@ -6,12 +6,8 @@ import tracemalloc
 import pytest
 from live_records import AS_RECORDED, GOOD, auto_job, default_iteration, planned_iteration, started
 
-from perseus_ds.artifacts.run_records import (
-    OrderPlanned,
-    PlanJudged,
-    ProfileWritten,
-    TrialState,
-)
+from perseus_ds.artifacts.run_events import OrderPlanned, PlanJudged, ProfileWritten
+from perseus_ds.artifacts.run_savings import TrialState
 from perseus_ds.progress.sums import fold
 from perseus_ds.progress.thinning import summed
 

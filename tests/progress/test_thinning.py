@@ -5,19 +5,10 @@ import random
 import pytest
 from live_records import BEGIN, default_iteration, end_after, facts_at, planned_iteration, started, write
 
-from perseus_ds.artifacts.run_records import (
-    Ended,
-    IterationRecord,
-    LimitsChanged,
-    OrderPlanned,
-    PlanChosen,
-    PlanJudged,
-    ProfileWritten,
-    RecordFollower,
-    SummedIterations,
-    TrialState,
-    read_records,
-)
+from perseus_ds.artifacts.run_events import Ended, LimitsChanged, OrderPlanned, PlanChosen, PlanJudged, ProfileWritten
+from perseus_ds.artifacts.run_iterations import IterationRecord, SummedIterations
+from perseus_ds.artifacts.run_records import RecordFollower, read_records
+from perseus_ds.artifacts.run_savings import TrialState
 from perseus_ds.progress.sums import JobsOfFile, fold
 from perseus_ds.progress.thinning import summed, thin
 

@@ -12,7 +12,9 @@ from live_records import BEGIN, auto_job, end_after, facts_at, planned_iteration
 from rich.console import Console
 from virtual.job import SLOWER, VirtualJob
 
-from perseus_ds.artifacts.run_records import PlanJudged, TrialState, read_records
+from perseus_ds.artifacts.run_events import PlanJudged
+from perseus_ds.artifacts.run_records import read_records
+from perseus_ds.artifacts.run_savings import TrialState
 from perseus_ds.cli.main import main
 from perseus_ds.progress.sums import fold
 from perseus_ds.progress.thinning import thin

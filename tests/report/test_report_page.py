@@ -11,7 +11,8 @@ import pytest
 from run_folders import RANKS, record, write_auto_run, write_log
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Event, PlanChosen, to_line
+from perseus_ds.artifacts.run_events import Event, PlanChosen
+from perseus_ds.artifacts.run_records import to_line
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.cli.main import main
 from perseus_ds.report.facts import Factors, facts, points_of_one_pipeline

@@ -7,7 +7,7 @@ from virtual.job import SLOWER, VirtualJob
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import PlanJudged
+from perseus_ds.artifacts.run_events import PlanJudged
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.simulation.gpu import SimulatedGpu

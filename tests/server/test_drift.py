@@ -4,7 +4,9 @@ import pytest
 from live_records import facts_at
 from virtual.job import SLOWER
 
-from perseus_ds.artifacts.run_records import Drifted, Failed, PlanJudged, ProfileWritten, changes, read_records
+from perseus_ds.artifacts.run_events import Drifted, Failed, PlanJudged, ProfileWritten
+from perseus_ds.artifacts.run_records import read_records
+from perseus_ds.artifacts.run_savings import changes
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.units import plain
 

@@ -5,7 +5,7 @@ from virtual.gpu import DRIVER_FAULTS, FaultyGpu
 from virtual.hostile_day import HostileDay
 from virtual.job import VirtualJob
 
-from perseus_ds.artifacts.run_records import Failed, Recovered
+from perseus_ds.artifacts.run_events import Failed, Recovered
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from virtual.job import SLOWER, VirtualEngine, VirtualJob
 
 from perseus_ds.artifacts.layout import Part
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
-from perseus_ds.artifacts.run_records import Ended, IterationRecord
+from perseus_ds.artifacts.run_events import Ended
+from perseus_ds.artifacts.run_iterations import IterationRecord
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.pipeline.instruction import Kind

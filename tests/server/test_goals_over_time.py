@@ -7,7 +7,7 @@ import pytest
 from frontiers import save_true_frontier
 from virtual.job import VirtualJob
 
-from perseus_ds.artifacts.run_records import GoalChanged, PowerCapChanged
+from perseus_ds.artifacts.run_events import GoalChanged, PowerCapChanged
 from perseus_ds.pipeline.instruction import Kind
 
 WORK_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.1 * (2 - 1 / 6), Kind.TAIL: 0.01}

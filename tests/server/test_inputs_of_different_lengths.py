@@ -6,7 +6,7 @@ import pytest
 from virtual.job import SLOWER
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Drifted, OrderPlanned, ProfileWritten
+from perseus_ds.artifacts.run_events import Drifted, OrderPlanned, ProfileWritten
 from perseus_ds.pipeline.instruction import Kind
 
 LENGTHS = (1.0, 1.25)

@@ -8,7 +8,8 @@ from prometheus_client import generate_latest
 from virtual.job import SLOWER, VirtualJob
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.run_records import IterationRecord, LimitsChanged, PlanJudged, ProfileWritten
+from perseus_ds.artifacts.run_events import LimitsChanged, PlanJudged, ProfileWritten
+from perseus_ds.artifacts.run_iterations import IterationRecord
 from perseus_ds.progress.facts import JobFacts
 from perseus_ds.server.metrics import registry_of
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from job_descriptions import KEY, described
 from virtual.time import VirtualTime
 
-from perseus_ds.artifacts.run_records import Failed, IterationRecord, read_records
+from perseus_ds.artifacts.run_events import Failed
+from perseus_ds.artifacts.run_iterations import IterationRecord
+from perseus_ds.artifacts.run_records import read_records
 from perseus_ds.protocol.job_messages import (
     Follow,
     Joined,

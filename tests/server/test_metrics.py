@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from run_log import GIVE_UP_S, wait_until
 
-from perseus_ds.artifacts.run_records import Ended
+from perseus_ds.artifacts.run_events import Ended
 from perseus_ds.config import MetricsConfig
 from perseus_ds.server import metrics
 from perseus_ds.server.metrics import MetricsReporter

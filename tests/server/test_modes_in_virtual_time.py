@@ -12,7 +12,7 @@ from virtual.job import SLOWER, WorkerAtOnce, in_order
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import (
+from perseus_ds.artifacts.run_events import (
     ClockNotReached,
     Drifted,
     Failed,

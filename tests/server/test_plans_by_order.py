@@ -12,15 +12,9 @@ from virtual.job import SLOWER, WorkerAtOnce
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import (
-    NO_ORDER,
-    Failed,
-    IterationRecord,
-    OrderPlanned,
-    PlanJudged,
-    ProfileWritten,
-    Started,
-)
+from perseus_ds.artifacts.run_events import Failed, OrderPlanned, PlanJudged, ProfileWritten, Started
+from perseus_ds.artifacts.run_iterations import IterationRecord
+from perseus_ds.artifacts.run_savings import NO_ORDER
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client import runtime
 from perseus_ds.client.meeting import key_of

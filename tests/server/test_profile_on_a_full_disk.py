@@ -6,7 +6,7 @@ from pipelines import one_f_one_b
 from virtual.job import SLOWER
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Failed, ProfileWritten
+from perseus_ds.artifacts.run_events import Failed, ProfileWritten
 
 
 def test_rows_that_cannot_be_saved_are_kept_in_memory_and_this_is_said_once(start, caplog):

@@ -3,7 +3,7 @@
 import pytest
 from virtual.job import VirtualJob
 
-from perseus_ds.artifacts.run_records import Failed, ProfileWritten
+from perseus_ds.artifacts.run_events import Failed, ProfileWritten
 from perseus_ds.protocol.job_messages import LatencyTable
 from perseus_ds.server.job import RankState
 from perseus_ds.simulation.gpu import SimulatedGpu

@@ -10,16 +10,10 @@ from seen import seen
 from virtual.job import VirtualJob
 
 from perseus_ds.artifacts.profile import ProfileInfo
-from perseus_ds.artifacts.run_records import (
-    Failed,
-    IterationRecord,
-    LimitsChanged,
-    Started,
-    SummedIterations,
-    TrialState,
-    read_records,
-    to_line,
-)
+from perseus_ds.artifacts.run_events import Failed, LimitsChanged, Started
+from perseus_ds.artifacts.run_iterations import IterationRecord, SummedIterations
+from perseus_ds.artifacts.run_records import read_records, to_line
+from perseus_ds.artifacts.run_savings import TrialState
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Span, Transfer, Wait

@@ -11,7 +11,8 @@ from virtual.job import SLOWER, in_order
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import Failed, IterationRecord, PlanJudged
+from perseus_ds.artifacts.run_events import Failed, PlanJudged
+from perseus_ds.artifacts.run_iterations import IterationRecord
 from perseus_ds.client.operations import CapturedIteration, OperationHooks
 from perseus_ds.client.timers import CudaExecution
 from perseus_ds.pipeline.instruction import Instruction, Kind

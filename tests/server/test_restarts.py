@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 from virtual.job import SLOWER
 
-from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, ProfileWritten
+from perseus_ds.artifacts.run_events import PlanJudged, ProfileWritten
+from perseus_ds.artifacts.run_iterations import IterationRecord
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.server.frontiers import cached
 

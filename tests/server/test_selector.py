@@ -15,7 +15,7 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.plan import FrequencyPlan
-from perseus_ds.artifacts.run_records import GoalChanged, PlanChosen, PowerCapChanged
+from perseus_ds.artifacts.run_events import GoalChanged, PlanChosen, PowerCapChanged
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.policy.goal import Goal

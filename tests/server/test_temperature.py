@@ -3,7 +3,7 @@
 import pytest
 from virtual.job import VirtualJob
 
-from perseus_ds.artifacts.run_records import IterationRecord
+from perseus_ds.artifacts.run_iterations import IterationRecord
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import GpuState
 from perseus_ds.report.facts import Factors, facts

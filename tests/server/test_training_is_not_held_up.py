@@ -5,7 +5,7 @@ import itertools
 import pytest
 from virtual.job import SLOWER, VirtualJob
 
-from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.artifacts.run_events import Failed
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.job_messages import RankReport
 

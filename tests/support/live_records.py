@@ -1,6 +1,9 @@
 """Records of a job in the form that it writes, for tests of the output during a run."""
 
-from perseus_ds.artifacts.run_records import IterationRecord, PlanChosen, ProfileWritten, Started, TrialState, to_line
+from perseus_ds.artifacts.run_events import PlanChosen, ProfileWritten, Started
+from perseus_ds.artifacts.run_iterations import IterationRecord
+from perseus_ds.artifacts.run_records import to_line
+from perseus_ds.artifacts.run_savings import TrialState
 from perseus_ds.progress.facts import end_of, facts_of
 from perseus_ds.progress.sums import fold
 

@@ -7,7 +7,7 @@ permanent: clocks must then be the default ones.
 import random
 from dataclasses import dataclass, field
 
-from perseus_ds.artifacts.run_records import Failed
+from perseus_ds.artifacts.run_events import Failed
 from virtual.gpu import DRIVER_FAULTS, FaultyGpu
 from virtual.job import VirtualJob
 

@@ -23,7 +23,9 @@ from greenlet import getcurrent
 from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_records import IterationRecord, PlanJudged, RecordFollower
+from perseus_ds.artifacts.run_events import PlanJudged
+from perseus_ds.artifacts.run_iterations import IterationRecord
+from perseus_ds.artifacts.run_records import RecordFollower
 from perseus_ds.client.meeting import EngineFacts, measure_counter, measure_gpu, rank_facts
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.client.timers import CudaExecution, HostExecution
