@@ -36,8 +36,8 @@ _CODE = places.main_of("perseus_ds.server.process")
 class Uplink:
     """Connection of an agent to the server of its job, which may be slow, stopped, killed and restarted.
 
-    Both sides send a heartbeat twice a second. After two seconds without a message from the server, ranks return to
-    default clocks. When the server, or a new one in its place, sends messages again, ranks join it again.
+    Both sides send heartbeats several times a second. After two seconds without a message from the server, ranks return
+    to default clocks. When the server, or a new one in its place, sends messages again, ranks join it again.
 
     Attributes:
         is_heard: Whether the server has sent messages recently.

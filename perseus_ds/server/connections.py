@@ -24,12 +24,14 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.server.control_socket import CONTROL
 from perseus_ds.timebase import REAL_TIME
 
-_HEARTBEAT_S = 0.5
+_HEARTBEAT_S = 0.3
 _HANGS_S = 30.0
 """Time without a call of :meth:`AgentConnections.wait` after which the server counts as hanging [s]."""
 _FULL_S = 0.01
 """Interval at which the thread looks for space if too many messages wait to be processed [s]."""
 _MOST_WAITING = 100_000
+_MOST_IN_TURN = 256
+"""Number of messages received, and sent, between two looks at the time of the next heartbeat."""
 # Maximum number of messages to and from each agent in memory.
 _MOST_TO_AGENT, _MOST_FROM_AGENT = 100_000, 1000
 _LINGER_MS = 1000
@@ -144,8 +146,8 @@ class AgentConnections:
         while not self._closes.is_set():
             is_full = len(self.received) >= _MOST_WAITING
             poller.register(self._socket, 0 if is_full else zmq.POLLIN)
-            left_s = max(0.0, min(beat_at_s - REAL_TIME.now_s(), _FULL_S if is_full else _HEARTBEAT_S))
-            poller.poll(math.ceil(1000 * left_s))
+            left_s = 0.0 if self._outgoing else min(beat_at_s - REAL_TIME.now_s(), _FULL_S if is_full else _HEARTBEAT_S)
+            poller.poll(math.ceil(1000 * max(0.0, left_s)))
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
             self._is_woken = False  # after the pipe is empty: a message that is put from now on wakes this thread again
@@ -155,14 +157,15 @@ class AgentConnections:
             if now_s >= beat_at_s:
                 beat_at_s = now_s + _HEARTBEAT_S
                 if now_s < self._waited_s + _HANGS_S:
-                    self._outgoing.extend((agent, self._heartbeat) for agent in self.agents)
+                    self._outgoing.extendleft((agent, self._heartbeat) for agent in self.agents)
             self._send()
-        self._send()
+        while self._outgoing:
+            self._send()
 
     def _receive(self) -> bool:
-        """Receive the messages that have arrived, and return whether an agent is new."""
+        """Receive messages that have arrived, and return whether an agent is new."""
         known = len(self.agents)
-        while len(self.received) < _MOST_WAITING:
+        for _ in range(min(_MOST_IN_TURN, _MOST_WAITING - len(self.received))):
             try:
                 agent, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -174,7 +177,7 @@ class AgentConnections:
         return len(self.agents) > known
 
     def _send(self) -> None:
-        while self._outgoing:
+        for _ in range(min(_MOST_IN_TURN, len(self._outgoing))):
             with contextlib.suppress(zmq.Again):
                 self._socket.send_multipart(self._outgoing.popleft(), zmq.NOBLOCK)
 

@@ -1,5 +1,6 @@
 """The server process of a job: accepted agents, invalid messages, restarts and its end."""
 
+import itertools
 import logging
 import math
 import os
@@ -122,6 +123,25 @@ def test_what_is_no_message_is_passed_over_by_server_and_agent(process, uplink):
     process._connections.put(agent, b"\x00\x00\x00\x00", b"\xc1")
     process._connections.put(agent, b"\x00\x00\x00\x00", encode(Say("a message")))
     assert wait_for(uplink.exchange, "the valid message has come") == [(0, Say("a message"))]
+
+
+def test_heartbeats_do_not_wait_for_the_messages_of_many_ranks(process, uplink, monkeypatch):
+    connections, send, sent = process._connections, zmq.Socket.send_multipart, []
+    (agent,) = connections.agents
+
+    def recorded(socket, frames, *arguments):
+        sent.append("heartbeat" if len(frames) == 2 else "message")  # the first frame is the agent
+        return send(socket, frames, *arguments)
+
+    monkeypatch.setattr("perseus_ds.server.connections._HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(zmq.Socket, "send_multipart", recorded)
+    wait_for(lambda: len(sent) > 1, "heartbeats are due all the time")
+    message = encode(Say("a message"))
+    connections._outgoing.extend([(agent, b"\x00\x00\x00\x00", message)] * 1000)
+    connections.put(agent, b"\x00\x00\x00\x00", message)
+    wait_for(lambda: sent.count("message") == 1001, "all messages are sent")
+    in_a_row = [len([*group]) for kind, group in itertools.groupby(sent) if kind == "message"]
+    assert max(in_a_row) <= 300
 
 
 def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_again(process, connect, uplink):
