@@ -22,7 +22,7 @@ from perseus_ds.artifacts.run_savings import (
     changes,
 )
 from perseus_ds.artifacts.validation import UnixTime
-from perseus_ds.units import duration, joules, plain, watt_hours, watts
+from perseus_ds.units import duration, plain, watt_hours, watts
 
 SCHEMA_VERSION = 1
 _MOST_IN_WORDS = 5
@@ -275,19 +275,16 @@ class Ended(Event):
     orders: tuple[OrderSummary, ...] = Field((), description="By order, if iterations differ in it.")
 
     def in_words(self) -> str:
-        text = f"{self.iterations} iterations, {duration(self.time_s)}, {joules(self.energy_j)}"
-        text += f" ({watt_hours(self.energy_j)})"
+        parts = [f"end. {self.iterations} iterations, {duration(self.time_s)}, {watt_hours(self.energy_j)}"]
         if self.without_energy:
-            text += f" (not counting {self.without_energy} iterations with unknown energy)"
+            parts[0] += f" (not counting {self.without_energy} iterations with unknown energy)"
         if self.under_plans is not None:
-            text += f"; {self.under_plans.iterations} iterations under plans: {self.under_plans.in_words()}"
-        if self.whole is not None:
-            text += f"; {self.whole.iterations} iterations in all, profiling counted: {self.whole.in_words()}"
+            parts.append(f"Under plans ({self.under_plans.iterations} iterations): {self.under_plans.in_words()}")
+        if self.whole is not None and not self.whole.is_undecided:
+            parts.append(f"Whole job ({self.whole.iterations}), profiling counted: {self.whole.in_words()}")
         if self.tokens is not None:
-            text += f"; {self.tokens.in_words()}"
-        if self.orders:
-            text += f"; {'; '.join(order.in_words() for order in self.orders[:_MOST_IN_WORDS])}"
-        return plain(text)
+            parts.append(self.tokens.in_words())
+        return plain(". ".join(parts))
 
 
 def of_order(order: int | None) -> str:

@@ -102,13 +102,10 @@ class SavingSummary(TrialState):
         return "default clocks by the profile" if self.by_profile else "default clocks of this job"
 
     def in_words(self) -> str:
-        """Return a description in one line."""
-        energy = f"{joules(abs(self.saved_j))} {'less' if self.saved_j >= 0 else 'more'} energy"
-        time = f"{duration(abs(self.gained_s))} {'less' if self.gained_s >= 0 else 'more'} time"
-        energy += "" if self.saved is None else f" ({self.energy})"
-        time += "" if self.slowdown is None else f" ({self.time})"
-        stalls = f", {self.stalls} with stalls not compared" if self.stalls else ""
-        return plain(f"{energy}, {time} than {self.baseline}{stalls}: {self.certainty}")
+        """Return a description in one line, with per cents once they are known."""
+        text = self.certainty if self.is_undecided else f"{self.energy} energy, {self.time} time: {self.certainty}"
+        text += f", compared with {self.baseline}" if self.by_profile else ""
+        return plain(text + (f", {self.stalls} with stalls not compared" if self.stalls else ""))
 
 
 class TokenSummary(BaseModel):

@@ -109,9 +109,8 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, re
     assert (end.iterations, end.energy_j, end.under_plans.saved) == (3, 260.0, pytest.approx(0.2))
     step, summary = said(received)[1:3]
     assert step == "perseus: step 2: run, 1.100 s, 80.00 J (plan 4: 1.000 s, 75.00 J)"
-    assert "3 iterations, 3.200 s, 260.0 J (0.07222 Wh); 2 iterations under plans" in summary
-    assert "40.00 J less energy (-20.0 +/- 0.3 %)" in summary
-    assert "default clocks by the profile: certain" in summary
+    assert "end. 3 iterations, 3.200 s, 0.07222 Wh. Under plans (2 iterations): -20.0 +/- 0.3 % energy" in summary
+    assert "certain, compared with default clocks by the profile" in summary
 
 
 def test_the_slowest_rank_counts_and_energies_are_summed_by_pipeline(recorder, tmp_path):
