@@ -19,7 +19,7 @@ import numpy.typing as npt
 from perseus_ds.artifacts.io import open_without_links, write_atomically
 from perseus_ds.artifacts.profile import ProfileInfo
 from perseus_ds.artifacts.run_events import Event, Failed, LimitsChanged, Started
-from perseus_ds.artifacts.run_iterations import MOST_FAILED_RANKS, IterationRecord, OfRanks
+from perseus_ds.artifacts.run_iterations import MOST_FAILED_RANKS, IterationRecord, OfRanks, Sums
 from perseus_ds.artifacts.run_records import FILE_NAME, Record, RecordFollower, to_line
 from perseus_ds.artifacts.run_savings import NO_ORDER, TrialState
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile, Work
@@ -32,7 +32,7 @@ from perseus_ds.progress.facts import JobFacts, end_of, facts_of
 from perseus_ds.progress.sums import JobsOfFile
 from perseus_ds.progress.thinning import KEPT, MORE, ThinningStopped, thin
 from perseus_ds.protocol.job_messages import Observed, Say, ToRank
-from perseus_ds.savings import Default
+from perseus_ds.savings import Default, sums_of
 from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Job
 from perseus_ds.units import joules, plain
@@ -97,6 +97,7 @@ class Recorder:
         self._by_pipeline_j: defaultdict[tuple[str, bool], _Listed] = defaultdict(_Listed)
         self._limits: tuple[GpuLimit, ...] = ()
         self._limited: set[int] = set()
+        self._printed_next = _Steps()
         self._time_s = 0.0
         # By rank, the recorded clock limit [MHz], and when it last applied, as a sum of iteration times [s].
         self._hot: dict[int, tuple[float, float]] = {}
@@ -134,8 +135,10 @@ class Recorder:
             values = ((tag, getattr(record, name)) for tag, name in _MONITOR_TAGS.items())
             figures = tuple((f"{prefix}/{tag}", float(value)) for tag, value in values if value is not None)
             self._send(Observed(figures, seen.messages[0].report.samples))
+        self._printed_next.add(record)
         if self._steps_per_print and record.iteration % self._steps_per_print == 0:
-            self._print(record)
+            self.say(self._printed_next.in_words())
+            self._printed_next = _Steps()
 
     def _lasting(self, limits: tuple[GpuLimit, ...]) -> tuple[GpuLimit, ...]:
         """Return the limits, but clock limits that heat has raised or ended only after some time."""
@@ -262,13 +265,6 @@ class Recorder:
             "clocks_reached_mhz": _clocks(reports.reached_mhz),
         }
 
-    def _print(self, record: IterationRecord) -> None:
-        text = f"step {record.iteration}: {record.phase}, {record.time_s:.3f} s"
-        text += "" if record.energy_j is None else f", {joules(record.energy_j)}"
-        if record.predicted_time_s is not None:
-            text += f" (plan {record.plan}: {record.predicted_time_s:.3f} s, {joules(record.predicted_energy_j)})"
-        self.say(plain(text))
-
 
 def lists_every(count: int) -> int:
     """Return the number of iterations from one list of ranks or pipelines to the next, given the length of a list."""
@@ -278,6 +274,48 @@ def lists_every(count: int) -> int:
 def _sums_by(pipeline: npt.NDArray[np.int64], energies_j: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the energy of each pipeline [J]."""
     return np.bincount(pipeline, energies_j).astype(np.float64)
+
+
+class _Steps:
+    """The steps since the last line in the log about steps."""
+
+    def __init__(self) -> None:
+        self._sums = Sums()
+        self._first = self._last = 0
+        # How many steps ran under plans, at default clocks, and for the profile; and the different plans.
+        self._ran: Counter[str] = Counter()
+        self._plans: set[int] = set()
+
+    def add(self, record: IterationRecord) -> None:
+        """Add a step."""
+        self._first = self._first or record.iteration
+        self._last = record.iteration
+        self._sums.add(sums_of(record))
+        if record.plan is not None:
+            self._plans.add(record.plan)
+            self._ran["plans"] += 1
+        else:
+            self._ran["profiling" if record.phase == "profile" else "default clocks"] += 1
+
+    def in_words(self) -> str:
+        """Return a description in one line, with the mean time and energy of a step."""
+        sums = self._sums
+        text = f"steps {self._first}-{self._last}" if self._first < self._last else f"step {self._last}"
+        text += f": {self._clocks}, {sums.time_s / sums.iterations:.3f} s"
+        if known := sums.iterations - sums.without_energy:
+            text += f", {joules(sums.energy_j / known)} each"
+        if self._plans and sums.known:
+            mean = sums.mean()
+            text += f" (default clocks: {mean.default_s:.3f} s, {joules(mean.default_j)})"
+        return plain(text)
+
+    @property
+    def _clocks(self) -> str:
+        plans = f"plan {min(self._plans)}" if len(self._plans) == 1 else "plans"
+        if len(self._ran) == 1:
+            return plans if self._plans else next(iter(self._ran))
+        words = {"plans": f"under {plans}", "default clocks": "at default clocks"}
+        return ", ".join(f"{count} {words.get(what, what)}" for what, count in self._ran.items())
 
 
 class _List(NamedTuple):
