@@ -201,7 +201,10 @@ class Frontier:
 
         deadlines_s = [self.limit_s(slowdown) for slowdown in SLOWDOWNS]
         plan_or_point = {"Perseus": self._in_time, **{one.name: one.within for one in self.alternatives}}
-        return {name: [saved(found(time_s)) for time_s in deadlines_s] for name, found in plan_or_point.items()}
+        savings = {}
+        for name, within in plan_or_point.items():
+            savings[name] = [saved(within(deadline_s)) for deadline_s in deadlines_s]
+        return savings
 
     def comparison(self) -> list[str]:
         """Return the lines of a table of :meth:`savings` and a sentence about it, or none without alternatives."""
@@ -378,10 +381,10 @@ def export_zeus(frontier: Frontier, directory: Path) -> list[Path]:
 
 
 def _literal(number: int, plan: FrequencyPlan) -> str:
-    ranks = [
-        [(i.kind.value, clock) for i, clock in zip(instructions, clocks, strict=True) if i.kind is not Kind.TAIL]
-        for instructions, clocks in zip(plan.instructions, plan.clocks_mhz, strict=True)
-    ]
+    ranks = []
+    for instructions, clocks_mhz in zip(plan.instructions, plan.clocks_mhz, strict=True):
+        pairs = zip(instructions, clocks_mhz, strict=True)
+        ranks.append([(each.kind.value, clock_mhz) for each, clock_mhz in pairs if each.kind is not Kind.TAIL])
     lines = ["[", *(f"{rank}," for rank in ranks), "]"]
     return "\n".join([*lines, f"# Plan {number}: {plan.time_s!r} s, {plan.energy_j!r} J"]) + "\n"
 

@@ -63,11 +63,16 @@ class FrequencyPlan:
     @property
     def changes_by_rank(self) -> list[int]:
         """Number of clock changes of each rank, including the one to the next iteration."""
-        return [sum(clock != clocks[number - 1] for number, clock in enumerate(clocks)) for clocks in self.clocks_mhz]
+        return [_changes(own_mhz) for own_mhz in self.clocks_mhz]
 
     @property
     def clock_changes(self) -> int:
         return sum(self.changes_by_rank)
+
+
+def _changes(clocks_mhz: Sequence[int]) -> int:
+    """Return the number of clock changes in a sequence of clocks that is repeated."""
+    return sum(clock_mhz != clocks_mhz[number - 1] for number, clock_mhz in enumerate(clocks_mhz))
 
 
 def check_ranks(planned: int, expected: int, remedy: str = "") -> None:

@@ -161,11 +161,11 @@ def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, tuple[float, float]
         if row.kind is not Kind.TAIL:
             by_clock[row.clock_mhz].append(row)
     keys = {(row.stage, row.kind) for found in by_clock.values() for row in found}
-    return {
-        clock_mhz: (sum(row.time_s for row in found), sum(row.energy_j for row in found))
-        for clock_mhz, found in by_clock.items()
-        if len(found) == len(keys)
-    }
+    sums = {}
+    for clock_mhz, found in by_clock.items():
+        if len(found) == len(keys):
+            sums[clock_mhz] = sum(row.time_s for row in found), sum(row.energy_j for row in found)
+    return sums
 
 
 class ClockSearch:

@@ -406,8 +406,11 @@ class OnlineProfiler:
 
     def _exponent(self, key: Key) -> float:
         """Return the exponent of the size to which the times of a key are proportional."""
-        by_clock = (iterations for (_, own_key), iterations in self._ran.items() if own_key == key)
-        return exponent([(ran.size, statistics.median(ran.times_s)) for ran in ran_at_it] for ran_at_it in by_clock)
+        by_clock = []
+        for (_, own_key), iterations in self._ran.items():
+            if own_key == key:
+                by_clock.append([(ran.size, statistics.median(ran.times_s)) for ran in iterations])
+        return exponent(by_clock)
 
     def _spread(self, key: Key) -> _Spread:
         """Return how much times of a key vary between iterations at one clock."""
@@ -553,10 +556,10 @@ class OnlineProfiler:
 
         Those of a single power for all keys suffice: a wrong share shifts whole instructions between intervals.
         """
-        squares = {
-            share: sum(float(np.sum(self._energies(clock, share).residuals_s ** 2)) for clock in self._visits)
-            for share in _SHARES
-        }
+        squares = dict.fromkeys(_SHARES, 0.0)
+        for share in _SHARES:
+            for clock_mhz in self._visits:
+                squares[share] += float(np.sum(self._energies(clock_mhz, share).residuals_s ** 2))
         best = min(_SHARES, key=lambda share: squares[share])
         return best if squares[best] < _CLEARLY * squares[_ALWAYS] else _ALWAYS
 

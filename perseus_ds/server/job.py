@@ -99,10 +99,7 @@ class Job:
                     f"Rank {rank} runs other operations than rank {first[place.pipeline_rank]}, which has the same "
                     "place in its pipeline: all pipelines of a job have to run the same schedule."
                 )
-        parts = [
-            {stage: [Part.model_validate(part) for part in json.loads(own)] for stage, own in ranks[rank].parts.items()}
-            for rank in first
-        ]
+        parts = [_parts_of(ranks[rank]) for rank in first]
         info = ProfileInfo(
             simulated=facts.simulated,
             gpu=facts.gpu,
@@ -323,6 +320,14 @@ class Job:
 
 def _hash(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _parts_of(facts: RankFacts) -> dict[int, list[Part]]:
+    """Return the parts of the model on a rank, by stage."""
+    found = {}
+    for stage, content in facts.parts.items():
+        found[stage] = [Part.model_validate(part) for part in json.loads(content)]
+    return found
 
 
 def _places_of(ranks: Sequence[RankFacts]) -> tuple[tuple[Place, ...], int]:

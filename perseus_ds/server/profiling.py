@@ -87,15 +87,12 @@ async def warm_up(context: ModeContext) -> Baseline:
                 break
     # The first iteration allocates memory and exchanges shapes.
     measured = taken[1:]
-    tails_s = [shortest_tail_s(seen.spans(rank) for rank in job.profiled) for seen in measured]
-    after_s = [_after_tail_s(job, seen) for seen in measured]
-    spans = [
-        [
-            without_gaps(found := with_tail(seen.spans(rank), tail_s), found[-1].end_s + rest_s if found else 0.0)
-            for seen, tail_s, rest_s in zip(measured, tails_s, after_s, strict=True)
-        ]
-        for rank in job.shown
-    ]
+    spans: list[list[list[Span]]] = [[] for _ in job.shown]
+    for seen in measured:
+        tail_s, after_s = _shortest_tail_s(seen, job.profiled), _after_tail_s(job, seen)
+        for own, rank in zip(spans, job.shown, strict=True):
+            found = with_tail(seen.spans(rank), tail_s)
+            own.append(without_gaps(found, found[-1].end_s + after_s if found else 0.0))
     shares = [_passes(seen, job.shown) / _passes(measured[-1], job.shown) for seen in measured]
     times_s = [seen.time_s / share for seen, share in zip(measured, shares, strict=True)]
     passes = _passes(measured[-1], job.shown)
@@ -103,6 +100,11 @@ async def warm_up(context: ModeContext) -> Baseline:
     usual = statistics.geometric_mean(tokens) if len(tokens) == len(measured) else None
     info = _info(job, spans, measured).model_copy(update={"tokens_per_micro_batch": usual})
     return Baseline(spans, mean_without_stalls(times_s), passes, usual, info)
+
+
+def _shortest_tail_s(seen: Seen, ranks: Iterable[int]) -> float:
+    """Return the shortest tail of ranks in an iteration [s]."""
+    return shortest_tail_s(seen.spans(rank) for rank in ranks)
 
 
 def _after_tail_s(job: Job, seen: Seen) -> float:
@@ -117,12 +119,12 @@ def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) 
     tail_s = medians(tail for own in pipeline for spans in own for tail in tails_s(spans).items())
     fixed = replace(fixed_durations(pipeline), tail_s=tail_s)
     if launches_transfers(job.schedule):
-        declared = [number for number, seen in enumerate(measured) if seen.order is not None and seen.order.job is job]
-        iterations = (
-            zip([own[number] for own in pipeline], common_begins_s(job, measured[number]), strict=True)
-            for number in declared
-        )
-        transfer_s = launched_transfer_durations_s(job.schedule, map(passes_of, iterations))
+        iterations = []
+        for number, seen in enumerate(measured):
+            if seen.order is not None and seen.order.job is job:  # that of the declared order
+                spans = [own[number] for own in pipeline]
+                iterations.append(passes_of(zip(spans, common_begins_s(job, seen), strict=True)))
+        transfer_s = launched_transfer_durations_s(job.schedule, iterations)
         fixed = replace(fixed, transfer_s=transfer_s)
     rest = {
         "blocking_power_w": job.blocking_power_w(),
@@ -337,7 +339,7 @@ class _Measurement:
             return
         if visit[-1].reports.failed:
             raise GpuError("the clock could not be set")
-        tails_s = [shortest_tail_s(seen.spans(rank) for rank in self._ranks) for seen in visit]
+        tails_s = [_shortest_tail_s(seen, self._ranks) for seen in visit]
         for rank in self._ranks:
             self._add(rank, clock_mhz, visit, tails_s)
         for rank, counter in self._counters.items():  # the next iteration may have begun before the report of the last
