@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from run_log import wait_until
+from stub_cuda.controller import TorchCuda
 
 from perseus_ds.client.lease import SharedMemory
 from perseus_ds.client.marks import HIP, StreamMarks, StreamWrites
@@ -73,16 +74,6 @@ def test_memory_that_the_system_does_not_have_is_an_error_at_once(monkeypatch):
         SharedMemory(100)
 
 
-class CudaOfTheStub:
-    """The stub of CUDA's driver as the module ``torch.cuda``."""
-
-    def __init__(self, stub):
-        self.stub = stub
-        self.synchronize = lambda device: stub.synchronize()
-        self.current_device = lambda: 0
-        self.is_current_stream_capturing = lambda: False
-
-
 @pytest.fixture
 def shared():
     return SharedMemory(layout.LENGTH)
@@ -90,7 +81,7 @@ def shared():
 
 def test_marks_of_an_iteration_arrive_in_the_order_of_the_stream(stub_cuda, shared):
     memory = RankMemory.create(shared.view)
-    marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda device: stub_cuda.stream)
+    marks = StreamMarks(StreamWrites(shared), 0, TorchCuda(stub_cuda), lambda device: stub_cuda.stream)
     marks.check(memory)
     assert memory.ended == 0
     memory.slots[5] = 1.5  # of the previous iteration
@@ -110,7 +101,7 @@ def test_marks_of_an_iteration_arrive_in_the_order_of_the_stream(stub_cuda, shar
 
 def test_a_gpu_whose_marks_do_not_arrive_is_an_error(stub_cuda, shared):
     elsewhere = RankMemory.create()
-    marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda device: stub_cuda.stream)
+    marks = StreamMarks(StreamWrites(shared), 0, TorchCuda(stub_cuda), lambda device: stub_cuda.stream)
     with pytest.raises(GpuError, match="A mark that GPU 0 wrote did not arrive in shared memory"):
         marks.check(elsewhere)
 
@@ -121,8 +112,7 @@ FORWARDS = [Compute(Instruction(0, Kind.FORWARD, number)) for number in range(3)
 def test_a_captured_iteration_marks_and_times_its_passes_in_each_replay_on_any_stream_of_its_device(stub_cuda, shared):
     memory, device = RankMemory.create(shared.view), 1
     stub_cuda.set_device(device)
-    cuda = CudaOfTheStub(stub_cuda)
-    cuda.current_device = lambda: device
+    cuda = TorchCuda(stub_cuda, device)
     with stub_cuda.using(stub_cuda.new_stream(device)):
         marks = StreamMarks(StreamWrites(shared), device, cuda, lambda of: stub_cuda.stream)
         times = GraphTimes(stub_cuda.event)
@@ -150,7 +140,7 @@ def test_a_captured_iteration_marks_and_times_its_passes_in_each_replay_on_any_s
 
 
 def test_marks_of_a_graph_on_a_stream_of_another_device_are_an_error_while_it_is_captured(stub_cuda, shared):
-    marks = StreamMarks(StreamWrites(shared), 0, CudaOfTheStub(stub_cuda), lambda of: stub_cuda.stream)
+    marks = StreamMarks(StreamWrites(shared), 0, TorchCuda(stub_cuda), lambda of: stub_cuda.stream)
     captured = CapturedIteration(marks, GraphTimes(stub_cuda.event))
     stub_cuda.set_device(1)
     with pytest.raises(GpuError, match="CUDA_ERROR_INVALID_HANDLE"), captured.operation(FORWARDS[0]):

@@ -5,13 +5,13 @@ All their measurements are labelled simulated and do not describe a GPU.
 
 import ctypes
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from gpu_checks.machine import Recorded, clocks_by_an_agent, versions
 from gpu_checks.recording import RecordsChanges, latency_of_all_clocks
 from one_rank_server import follow_of
+from stub_cuda.controller import TorchCuda
 from virtual.agent import clocks_of
 from virtual.gpu import VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
@@ -129,17 +129,12 @@ class StubCudaMachine(_StandIn):
         return self._copied.value
 
     def execution(self):
-        cuda = SimpleNamespace(
-            Event=lambda **_: self._cuda.external_event(),
-            current_device=lambda: 0,
-            current_stream=lambda device: self._cuda.stream,
-        )
-        return CudaExecution(torch.device("cuda", 0), cuda)
+        return CudaExecution(torch.device("cuda", 0), TorchCuda(self._cuda))
 
     def clocks(self):
-        cuda = SimpleNamespace(current_device=lambda: 0)
+        cuda = TorchCuda(self._cuda)
         return clocks_by_an_agent(
-            self.gpu, lambda lease: StreamMarks(StreamWrites(lease.shared), 0, cuda, lambda device: self._cuda.stream)
+            self.gpu, lambda lease: StreamMarks(StreamWrites(lease.shared), 0, cuda, cuda.current_stream)
         )
 
 

@@ -10,7 +10,7 @@ from frontiers import save_random_plan
 from stub_cuda.controller import compiled
 
 pytestmark = pytest.mark.integration
-RANK = Path(__file__).parents[1] / "support" / "gpu_path_job.py"
+RANK = Path(__file__).with_name("gpu_path_job.py")
 ENGINES = pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
 IDLE_W, BUSY_W = 30.0, 300.0
 

@@ -7,9 +7,9 @@ import statistics
 from datetime import datetime, timedelta, timezone
 
 import pytest
+from frontiers import thirty_plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lone_selector import FRONTIER, PLANS
 
 from perseus_ds.config import parse_block
 from perseus_ds.errors import ConfigError
@@ -28,6 +28,8 @@ from perseus_ds.policy.plans import stretched_plan
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 NO_SLOWER = 0.0011
 """Slowdown that counts as none."""
+FRONTIER = thirty_plans()
+PLANS = FRONTIER.plans
 DEFAULT_W = PLANS[0].mean_power_w
 SLOWDOWNS = st.floats(0, 0.28)
 

@@ -1,8 +1,11 @@
 """Iterations that count as measured, and comparisons of runs with a chosen and named baseline."""
 
 import pytest
-from run_folders import record, write_log
+from live_records import iteration, started, write
 
+from perseus_ds.artifacts.profile import GpuSettings
+from perseus_ds.artifacts.run_events import ClockNotReached
+from perseus_ds.artifacts.run_savings import TrialState
 from perseus_ds.cli.main import main
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.comparison import compare
@@ -11,22 +14,22 @@ from perseus_ds.report.inputs import read, read_run
 from perseus_ds.units import plain
 
 
-def start(mode, job="ours"):
-    return {"event": "start", "mode": mode, "job": job}
+def start(mode, job="ours", **fields):
+    return started(job, mode=mode, **fields)
 
 
 def default(iterations, energy_j, phase="observe"):
-    return [record(n, phase, 1.0, energy_j) for n in range(iterations)]
+    return [iteration(n, phase, 1.0, energy_j) for n in range(iterations)]
 
 
-def write_run(folder, phase, time_s, energy_j, *, job="ours", plan=None, saved=None, iterations=6, events=()):
-    ran = [record(n, phase, time_s, energy_j, plan=plan, saved=saved) for n in range(iterations)]
-    write_log(folder, [start("run" if phase == "run" else "observe", job), *events, *ran])
+def write_run(folder, phase, time_s, energy_j, *, job="ours", plan=None, saved=0.0, iterations=6, events=()):
+    ran = [iteration(n, phase, time_s, energy_j, plan=plan, saved=saved) for n in range(iterations)]
+    write(folder, [start("run" if phase == "run" else "observe", job), *events, *ran])
 
 
 @pytest.fixture
 def runs(tmp_path):
-    capped = {"event": "refused", "rank": 0, "clock_mhz": None, "reached_mhz": 1200, "reasons": ["sw_power_cap"]}
+    capped = ClockNotReached(rank=0, clock_mhz=None, reached_mhz=1200, reasons=["sw_power_cap"])
     write_run(tmp_path / "planned", "run", 1.01, 850.0, plan=4, saved=0.15)
     write_run(tmp_path / "capped", "observe", 1.1, 900.0, events=[capped])
     write_run(tmp_path / "default", "observe", 1.0, 1000.0)
@@ -57,8 +60,8 @@ def test_what_default_clocks_take_for_the_iterations_under_plans_is_the_best_bas
 
 
 def test_a_run_with_undecided_plans_has_a_number_of_pairs_instead_of_per_cents(runs):
-    ran = [record(n, "run", 1.0, 900.0, plan=4, saved=0.1) | {"trial": {"pairs": 2}} for n in range(6)]
-    write_log(runs / "undecided", [start("run"), *ran])
+    ran = [iteration(n, "run", 1.0, 900.0, plan=4, saved=0.1, trial=TrialState(pairs=2)) for n in range(6)]
+    write(runs / "undecided", [start("run"), *ran])
     found = compared(runs, "undecided", "default")
     (row,) = (row for row in found.rows if row.name == "undecided: plan 4")
     assert (found.time(row), found.energy(row)) == ("2 pairs", "2 pairs")
@@ -67,7 +70,8 @@ def test_a_run_with_undecided_plans_has_a_number_of_pairs_instead_of_per_cents(r
 
 def test_runs_under_different_power_limits_name_them(runs):
     for name, limit_w in (("free", 400), ("limited", 300)):
-        write_log(runs / name, [start("observe") | {"settings": {"power_limit_w": limit_w}}, *default(6, 900.0)])
+        settings = GpuSettings(power_limit_w=limit_w)
+        write(runs / name, [start("observe", settings=settings), *default(6, 900.0)])
     notes = " ".join(compared(runs, "free", "limited").notes)
     assert "free: GPUs with power limit 400 W" in notes
     assert "limited: GPUs with power limit 300 W" in notes
@@ -99,7 +103,7 @@ def test_runs_of_the_same_name_are_distinguished_by_their_folders(tmp_path):
 
 
 def test_a_run_without_energies_is_named(runs):
-    write_log(runs / "blind", [{"event": "start", "mode": "observe"}, record(1, "observe", 1.0, None)])
+    write(runs / "blind", [start("observe", None), iteration(1, "observe", 1.0, None)])
     assert any(note.startswith("blind: no iterations") for note in compared(runs, "default", "blind").notes)
     with pytest.raises(ConfigError, match=r"Nothing to compare\. blind: no iterations"):
         compared(runs, "blind")
@@ -120,9 +124,9 @@ def test_the_command_prints_a_table_and_writes_the_page(runs, capsys):
 
 def test_points_are_means_of_iterations_at_default_clocks_and_of_each_plan(tmp_path):
     default = {"default_time_s": 2.0, "default_energy_j": 200.0}
-    observed = [record(n, "observe", t, 100 * t) | default for n, t in enumerate((1.0, 2.0, 2.7, 9.0), start=1)]
-    ran = [record(n, "run", 3.0, 300.0, plan=7) for n in (1, 2)]
-    write_log(tmp_path, [start("observe"), *observed, start("run"), record(1, "calibrate", 50.0, 50.0), *ran])
+    observed = [iteration(n, "observe", t, 100 * t, **default) for n, t in enumerate((1.0, 2.0, 2.7, 9.0), start=1)]
+    ran = [iteration(n, "run", 3.0, 300.0, plan=7) for n in (1, 2)]
+    write(tmp_path, [start("observe"), *observed, start("run"), iteration(1, "calibrate", 50.0, 50.0), *ran])
     assert measured_points(read_run(tmp_path)) == [
         MeasuredPoint("default clocks", None, pytest.approx(1.9), pytest.approx(190.0), 3),  # without the stall
         MeasuredPoint("plan 7", 7, 3.0, 300.0, 2),
@@ -131,7 +135,10 @@ def test_points_are_means_of_iterations_at_default_clocks_and_of_each_plan(tmp_p
 
 def test_points_of_plans_are_those_of_the_order_which_the_last_start_has_declared(tmp_path):
     """The frontier with which they are drawn is that of this order."""
-    ran = [record(1, "run", 4.0, 400.0, plan=7), record(2, "run", 3.0, 300.0, plan=7) | {"order": 1}]
     default = {"default_time_s": 4.0, "default_energy_j": 400.0}
-    write_log(tmp_path, [start("run"), start("run") | {"order": 1}, *(each | default for each in ran)])
+    ran = [
+        iteration(1, "run", 4.0, 400.0, plan=7, **default),
+        iteration(2, "run", 3.0, 300.0, plan=7, order=1, **default),
+    ]
+    write(tmp_path, [start("run"), start("run", order=1), *ran])
     assert measured_points(read_run(tmp_path)) == [MeasuredPoint("plan 7", 7, 3.0, 300.0, 1)]

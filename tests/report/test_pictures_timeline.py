@@ -3,7 +3,8 @@
 from itertools import product
 
 import pytest
-from run_folders import MICRO_BATCHES, write_log
+from live_records import started, write
+from run_folders import MICRO_BATCHES
 
 from perseus_ds.cli.main import main
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -33,6 +34,6 @@ def test_a_picture_of_simulated_gpus_says_so(tmp_path, job):
 def test_a_run_to_draw_must_have_iterations_at_default_clocks_or_under_a_plan(tmp_path, job, capsys):
     job.profile.save(tmp_path / "profile.csv")
     job.frontier.save(tmp_path)
-    write_log(tmp_path / "empty", [{"event": "start", "mode": "observe"}])
+    write(tmp_path / "empty", [started(mode="observe")])
     assert main(["plot", f"{tmp_path}", "--runs", f"{tmp_path / 'empty'}"]) == 2
     assert "no iterations at default clocks" in capsys.readouterr().err

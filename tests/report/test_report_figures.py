@@ -6,17 +6,19 @@ import re
 import tracemalloc
 
 import pytest
+from live_records import iteration, started, write
 from pipelines import synthetic_profile
-from run_folders import compared_with, record, write_auto_run, write_log
+from run_folders import write_auto_run
 
 from perseus_ds import units
+from perseus_ds.artifacts.run_events import OrderPlanned
 from perseus_ds.cli.main import main
 from perseus_ds.report.facts import Factors, facts, trend_of
 from perseus_ds.report.inputs import read, read_run
 from perseus_ds.units import plain
 
 FACTORS = Factors(carbon_g_per_kwh=400, price_per_kwh=0.25, currency="EUR", pue=1.5, tokens_per_sample=1000)
-START = {"event": "start", "mode": "auto", "job": "ours", "time": 1000.0}
+START = started("ours", time=1000.0)
 
 
 def tile_of(found, title):
@@ -27,13 +29,14 @@ def three_plans(folder, job):
     """Write a job at default clocks and then under three plans with different savings."""
     job.profile.save(folder / "profile.csv")
     job.frontier.save(folder)
-    default = [record(n, "optimizing", 1.0, 100.0) for n in range(1, 6)]
+    default = [iteration(n, "optimizing", 1.0, 100.0) for n in range(1, 6)]
     ran = [(0, 1.0, 90.0)] * 2 + [(3, 1.1, 80.0)] * 4 + [(5, 1.2, 70.0)] * 3
+    known = {"default_time_s": 1.0, "default_energy_j": 100.0}
     planned = [
-        record(6 + n, "run", time_s, energy_j, plan=plan) | compared_with(1.0, 100.0, predicted_time_s=time_s)
+        iteration(6 + n, "run", time_s, energy_j, plan=plan, predicted_time_s=time_s, **known)
         for n, (plan, time_s, energy_j) in enumerate(ran)
     ]
-    write_log(folder, [START, *default, *planned])
+    write(folder, [START, *default, *planned])
     return facts(read(folder), FACTORS)
 
 
@@ -58,8 +61,8 @@ def test_figures_are_per_plan_or_say_that_they_are_of_all(tmp_path, job):
 
 
 def test_power_over_a_second_is_that_of_the_iterations_under_plans(tmp_path):
-    records = [START, *(record(n, "observe", 2.0, 400.0) for n in (1, 2)), record(3, "observe", 2.0, 600.0)]
-    write_log(tmp_path, records)
+    records = [START, *(iteration(n, "observe", 2.0, 400.0) for n in (1, 2)), iteration(3, "observe", 2.0, 600.0)]
+    write(tmp_path, records)
     tile = tile_of(read(tmp_path), "Power over a second")
     assert tile.value == "200.0 to 300.0 W"
     assert "100.0 W at most from one to the next" in tile.note
@@ -67,15 +70,15 @@ def test_power_over_a_second_is_that_of_the_iterations_under_plans(tmp_path):
 
 
 def test_powers_that_are_compared_have_one_unit(tmp_path):
-    write_log(tmp_path, [START, *(record(n, "observe", 2.0, energy_j) for n, energy_j in ((1, 1722.0), (2, 2510.0)))])
+    write(tmp_path, [START, *(iteration(n, "observe", 2.0, energy_j) for n, energy_j in ((1, 1722.0), (2, 2510.0)))])
     tile = tile_of(read(tmp_path), "Power over a second")
     assert tile.value == "0.861 to 1.255 kW"
     assert tile.note.startswith("1.058 kW on average, 0.394 kW at most from one to the next")
 
 
 def test_the_bill_counts_every_iteration_and_the_data_centre(tmp_path):
-    records = [START, *(record(n, "observe", 2.0, 100.0) for n in (1, 2)), record(3, "observe", 2.0, None)]
-    write_log(tmp_path, records)
+    records = [START, *(iteration(n, "observe", 2.0, 100.0) for n in (1, 2)), iteration(3, "observe", 2.0, None)]
+    write(tmp_path, records)
     found = read(tmp_path)
     found.profile = synthetic_profile(2, pipeline_ranks=2, data_parallel=4)
     bill = tile_of(found, "The whole run")
@@ -105,11 +108,12 @@ def test_energy_of_a_sample_and_of_a_token_need_the_size_of_the_job(tmp_path, jo
 
 def test_the_energy_of_a_sample_counts_the_micro_batches_of_each_iteration(tmp_path):
     """Two orders of 8 and 4 micro-batches of 2 samples. Iterations of other orders, or without energy, do not count."""
-    lines = [record(n, "observe", 2.0, 160.0) for n in (1, 2)]
-    lines += [record(n, "observe", 1.0, 100.0) | {"order": 1} for n in (3, 4, 5, 6)]
-    lines += [record(7, "observe", 1.0, 900.0) | {"order": 255}, record(8, "observe", 2.0, None)]
-    schedules = [{"event": "schedule", "order": 1, "micro_batches": 4}]
-    write_log(tmp_path, [START | {"micro_batches": 8, "pipelines": 1}, *schedules, *lines])
+    lines = [iteration(n, "observe", 2.0, 160.0) for n in (1, 2)]
+    lines += [iteration(n, "observe", 1.0, 100.0, order=1) for n in (3, 4, 5, 6)]
+    lines += [iteration(7, "observe", 1.0, 900.0, order=255), iteration(8, "observe", 2.0, None)]
+    start = started("ours", time=1000.0, micro_batches=8, pipelines=1)
+    schedules = [OrderPlanned(order=1, micro_batches=4)]
+    write(tmp_path, [start, *schedules, *lines])
     found = read(tmp_path)
     found.profile = synthetic_profile(2, micro_batches=8, micro_batch_size=2)
     samples = found.samples(found.runs[0])
@@ -133,19 +137,22 @@ def test_the_report_as_json_has_the_figures_of_its_inputs_and_factors(tmp_path, 
 
 
 def test_energy_is_shown_by_rank_if_it_is_recorded(tmp_path):
-    lines = [record(n, "observe", 2.0, 100.0) for n in (1, 2)]
-    write_log(tmp_path, [START, *(line | {"energy_by_rank_j": [40.0, 60.0]} for line in lines)])
+    lines = [iteration(n, "observe", 2.0, 100.0, energy_by_rank_j=(40.0, 60.0)) for n in (1, 2)]
+    write(tmp_path, [START, *lines])
     assert read_run(tmp_path).job.history.by_rank == [(80.0, 20.0), (120.0, 30.0)]
-    without_energy = record(1, "observe", 2.0, None) | {"energy_by_rank_j": [1.0, 2.0]}
-    for records in (lines, [without_energy]):
-        write_log(tmp_path, [START, *records])
+    without_ranks = [iteration(n, "observe", 2.0, 100.0) for n in (1, 2)]
+    without_energy = iteration(1, "observe", 2.0, None, energy_by_rank_j=(1.0, 2.0))
+    for records in (without_ranks, [without_energy]):
+        write(tmp_path, [START, *records])
         assert read_run(tmp_path).job.history.by_rank == []
 
 
 def test_a_long_job_with_large_records_takes_little_memory(tmp_path):
     by_rank = {"energy_by_rank_j": [25.0 + n for n in range(64)], "clocks_reached_mhz": [1410 + n for n in range(64)]}
+    write(tmp_path, [START, *(iteration(n, "observe", 2.0, 100.0, **by_rank) for n in range(1, 2001))])
     event = {"event": "eclipse", "by": ["the moon"] * 1000}
-    write_log(tmp_path, [START, *[event] * 50, *(record(n, "observe", 2.0, 100.0) | by_rank for n in range(1, 2001))])
+    with (tmp_path / "run.jsonl").open("a") as file:
+        file.write(50 * f"{json.dumps(event)}\n")
     tracemalloc.start()
     try:
         history = read_run(tmp_path).job.history
@@ -159,8 +166,9 @@ def test_a_long_job_with_large_records_takes_little_memory(tmp_path):
 def ran_for(hours):
     """Return the records of 101 iterations under a plan, which end over some hours and save less and less."""
     default = {"default_time_s": 1.0, "default_energy_j": 100.0}
-    ends = [{"ended": 1000.0 + 36 * hours * n} for n in range(101)]
-    return [record(n, "run", 1.0, 80.0 + n / 10, plan=0) | end | default for n, end in enumerate(ends)]
+    return [
+        iteration(n, "run", 1.0, 80.0 + n / 10, plan=0, ended=1000.0 + 36 * hours * n, **default) for n in range(101)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +176,7 @@ def ran_for(hours):
     [(0.01, 36.0, "seconds"), (1.0, 60.0, "minutes"), (30.0, 30.0, "hours"), (240.0, 10.0, "days")],
 )
 def test_the_time_of_a_trend_has_a_unit_that_fits_the_length_of_the_job(tmp_path, hours, last, title):
-    write_log(tmp_path, [START, *ran_for(hours)])
+    write(tmp_path, [START, *ran_for(hours)])
     trend = trend_of(read_run(tmp_path).job)
     assert trend.x_title == f"{title} since the start"
     assert trend.x[-1] == pytest.approx(last, rel=0.01)
@@ -176,13 +184,13 @@ def test_the_time_of_a_trend_has_a_unit_that_fits_the_length_of_the_job(tmp_path
 
 def test_the_trend_shows_a_saving_that_fades(tmp_path):
     ran = ran_for(hours=1.0)
-    write_log(tmp_path, [START, *ran])
+    write(tmp_path, [START, *ran])
     trend = trend_of(read_run(tmp_path).job)
     assert len(trend.x) == len(trend.energy) == 17
     assert trend.energy[0] == pytest.approx(-0.197, abs=0.001)
     assert trend.energy[-1] == pytest.approx(-0.102, abs=0.001)
     assert trend.time == pytest.approx([0.0] * 17)
-    write_log(tmp_path, [START, *ran[:19]])
+    write(tmp_path, [START, *ran[:19]])
     assert trend_of(read_run(tmp_path).job) is None
 
 

@@ -5,7 +5,8 @@ import re
 
 import pytest
 from browser import CHROMIUM, DRIVER, Browser
-from run_folders import MICRO_BATCHES, RANKS, record, write_auto_run, write_log
+from live_records import iteration, started, write
+from run_folders import MICRO_BATCHES, RANKS, write_auto_run
 
 from perseus_ds.cli.main import main
 from perseus_ds.report.figures import PALETTE
@@ -30,7 +31,7 @@ def pages(tmp_path_factory, job):
     write_auto_run(folder / "run", job)
     assert main(["report", str(folder / "run")]) == 0
     for name, phase, energy_j, plan in (("default", "observe", 100.0, None), ("planned", "run", 85.0, 0)):
-        write_log(folder / name, [{"event": "start"}, *(record(n, phase, 1.0, energy_j, plan=plan) for n in (1, 2))])
+        write(folder / name, [started(), *(iteration(n, phase, 1.0, energy_j, plan=plan) for n in (1, 2))])
     assert main(["compare", str(folder / "default"), str(folder / "planned"), "--out", f"{folder}"]) == 0
     return {"report": (folder / "run/report.html").as_uri(), "comparison": (folder / "comparison.html").as_uri()}
 

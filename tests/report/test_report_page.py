@@ -8,11 +8,11 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from run_folders import RANKS, record, write_auto_run, write_log
+from live_records import iteration, started, write
+from run_folders import RANKS, write_auto_run
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_events import Event, PlanChosen
-from perseus_ds.artifacts.run_records import to_line
+from perseus_ds.artifacts.run_events import Event, PlanChosen, ProfileWritten
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.cli.main import main
 from perseus_ds.report.facts import Factors, facts, points_of_one_pipeline
@@ -76,10 +76,10 @@ def test_the_page_is_complete_in_itself_and_says_what_is_simulated(folder, job, 
     assert "measured: plan 2 (3 iterations)" in names
     assert "measured: default clocks (3 iterations)" in names
     assert "one power cap for all GPUs" in names
-    for iteration in TimelineFile.load(folder / "timeline.json").iterations:
-        slowest = max(range(len(iteration.ranks)), key=lambda rank: iteration.busy_s[rank])
+    for measured in TimelineFile.load(folder / "timeline.json").iterations:
+        slowest = max(range(len(measured.ranks)), key=lambda rank: measured.busy_s[rank])
         assert f"rank {slowest}, the slowest" in words
-        for rank, waits in enumerate(iteration.waits):
+        for rank, waits in enumerate(measured.waits):
             assert re.search(rf"rank {rank}(, the slowest)?\s+{100 * waits:.1f} %", words)
 
 
@@ -91,11 +91,11 @@ def test_points_of_data_parallel_jobs_have_the_energy_of_one_pipeline(tmp_path, 
         "energy_by_pipeline_j": [default.energy_j] * pipelines,
         "energy_by_rank_j": [default.energy_j / RANKS] * (RANKS * pipelines),
     }
-    ran = [record(n, "observe", default.time_s, pipelines * default.energy_j) | by_gpu for n in range(1, 8)]
+    ran = [iteration(n, "observe", default.time_s, pipelines * default.energy_j, **by_gpu) for n in range(1, 8)]
     job.frontier.save(folder)
     if profiled_pipelines is not None:
         job.profile.save(folder / "profile.csv")
-    write_log(folder, [start("ours", "observe"), *ran])
+    write(folder, [start("ours", "observe"), *ran])
     found = read(folder)
     (point,) = points_of_one_pipeline(found)
     assert (point.time_s, point.energy_j) == pytest.approx((default.time_s, default.energy_j))
@@ -104,7 +104,7 @@ def test_points_of_data_parallel_jobs_have_the_energy_of_one_pipeline(tmp_path, 
 
 def test_a_job_with_an_unknown_number_of_gpus_is_not_drawn_beside_plans(tmp_path, job):
     job.frontier.save(tmp_path)
-    write_log(tmp_path, [start("ours", "observe"), *(record(n, "observe", 1.0, 5000.0) for n in range(1, 8))])
+    write(tmp_path, [start("ours", "observe"), *(iteration(n, "observe", 1.0, 5000.0) for n in range(1, 8))])
     assert points_of_one_pipeline(read(tmp_path)) == []
 
 
@@ -130,11 +130,11 @@ def test_a_report_counts_what_finding_the_plans_took(tmp_path, job):
 
 def test_a_job_is_not_measured_against_another_one_in_the_same_folder(tmp_path, job):
     """As with the default folder: `output_dir` stays the same for successive jobs."""
-    slow = [start("slow", "observe"), *(record(n, "observe", 2.0, 900.0) for n in (1, 2, 3))]
-    slow += [start("slow", "run"), record(4, "run", 2.0, 700.0, plan=0, saved=0.1)]
-    ours = [start("ours", "run"), *(record(n, "run", 1.0, 360.0, plan=0, saved=0.1) for n in (1, 2))]
-    write_log(tmp_path, [*slow, *ours, start("crashed", "run")])
-    write_log(tmp_path / "other", slow[:4])
+    slow = [start("slow", "observe"), *(iteration(n, "observe", 2.0, 900.0) for n in (1, 2, 3))]
+    slow += [start("slow", "run"), iteration(4, "run", 2.0, 700.0, plan=0, saved=0.1)]
+    ours = [start("ours", "run"), *(iteration(n, "run", 1.0, 360.0, plan=0, saved=0.1) for n in (1, 2))]
+    write(tmp_path, [*slow, *ours, start("crashed", "run")])
+    write(tmp_path / "other", slow[:4])
     report = facts(read(tmp_path), FACTORS)
     ran = next(run for run in report.runs if run.run.folder == tmp_path)
     assert ran.run.left_out == 4
@@ -144,19 +144,19 @@ def test_a_job_is_not_measured_against_another_one_in_the_same_folder(tmp_path, 
 
 def test_plans_of_an_earlier_frontier_are_not_taken_for_those_of_the_last(tmp_path):
     def plans_of(*records):
-        write_log(tmp_path, list(records))
+        write(tmp_path, list(records))
         return [(one.plan, one.iterations) for one in read_run(tmp_path).job.plans()]
 
-    ran = [record(n, "run", 1.0, 100.0, plan=3, saved=0.1) for n in range(1, 4)]
-    profiled_again = {"event": "profile"}
+    ran = [iteration(n, "run", 1.0, 100.0, plan=3, saved=0.1) for n in range(1, 4)]
+    profiled_again = ProfileWritten()
     assert plans_of(start("ours", "auto"), ran[0], profiled_again, ran[1], start("ours", "auto"), ran[2]) == [(3, 2)]
     of_b = [start("ours", "run", "b"), ran[2], start("ours", "observe")]
     assert plans_of(start("ours", "run", "a"), *ran[:2], *of_b) == [(3, 1)]
     assert read_run(tmp_path).job.history.frontier == "b"
 
 
-def start(job, mode, frontier=None):
-    return {"event": "start", "job": job, "mode": mode, "frontier": frontier}
+def start(job, mode, frontier=None, **fields):
+    return started(job, mode=mode, frontier=frontier, **fields)
 
 
 def test_a_run_whose_frontier_lies_elsewhere_finds_it_and_its_profile(tmp_path, folder, job):
@@ -181,9 +181,9 @@ def test_of_runs_that_have_plans_of_their_own_the_last_ones_are_shown_with_their
         StageProfile(job.profile.measurements, job.profile.info.model_copy(update={"gpu": name})).save(
             folder / "profile.csv"
         )
-        ran = [record(n, "run", 1.0, 100.0, plan=0) for n in range(1, 4)]
-        write_log(folder, [{**start("ours", "auto"), "time": time}, *ran])
-    write_log(tmp_path / "d, without", [{**start("ours", "observe"), "time": 4.0}, record(1, "observe", 1.0, 100.0)])
+        ran = [iteration(n, "run", 1.0, 100.0, plan=0) for n in range(1, 4)]
+        write(folder, [start("ours", "auto", time=time), *ran])
+    write(tmp_path / "d, without", [start("ours", "observe", time=4.0), iteration(1, "observe", 1.0, 100.0)])
     found = read(tmp_path)
     assert found.frontier.provenance.solver == found.profile.info.gpu == "b, last"
 
@@ -231,8 +231,7 @@ def test_names_from_files_cannot_become_html(tmp_path, job):
 def test_every_event_is_described_in_words(tmp_path):
     plan = PlanChosen(plan=3, plans=(3, 7), straggler=1, slowdown=1.2)
     events = [*(kind() for kind in Event.__subclasses__()), plan]
-    lines = [json.loads(to_line(event)) for event in events]
-    write_log(tmp_path, [lines[0], record(1, "run", 1.0, 1.0, plan=3), *lines[1:]])
+    write(tmp_path, [events[0], iteration(1, "run", 1.0, 1.0, plan=3), *events[1:]])
     after, occurred = zip(*read_run(tmp_path).job.history.events, strict=True)
     assert after == (0, *[1] * (len(events) - 1))
     texts = [event.in_words() for event in occurred]
@@ -241,12 +240,12 @@ def test_every_event_is_described_in_words(tmp_path):
 
 
 def test_a_long_run_makes_no_larger_page(tmp_path):
-    records = [{"event": "start", "mode": "run"}]
+    records = [start(None, "run")]
     for n in range(1, 3001):
-        records.append(record(n, "run", 1.0, 100.0, plan=n // 10 % 5, saved=0.1))
+        records.append(iteration(n, "run", 1.0, 100.0, plan=n // 10 % 5, saved=0.1))
         if n % 10 == 0:
-            records.append({"event": "plan", "plan": n // 10 % 5})
-    write_log(tmp_path, records)
+            records.append(PlanChosen(plan=n // 10 % 5))
+    write(tmp_path, records)
     page = report(tmp_path)
     figures = embedded(page)["figures"]
     assert figures["history"]["data"][0]["name"] == "run, one in 2"

@@ -54,6 +54,33 @@ class Graph:
         self._cuda.check(self._cuda.library.stub_replay(self._handle, stream or self._cuda.stream))
 
 
+class TorchCuda:
+    """The library as the module ``torch.cuda``, with the functions that Perseus calls.
+
+    Attributes:
+        device: The current device.
+    """
+
+    def __init__(self, cuda: StubCuda, device: int = 0) -> None:
+        self._cuda = cuda
+        self.device = device
+
+    def current_device(self) -> int:
+        return self.device
+
+    def current_stream(self, device: object = None) -> int:
+        return self._cuda.stream
+
+    def synchronize(self, device: object = None) -> None:
+        self._cuda.synchronize()
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+    def Event(self, **_: bool) -> Event:  # noqa: N802
+        return self._cuda.external_event()
+
+
 class StubCuda:
     """The library in this process, which stands for ``libcuda.so.1``.
 

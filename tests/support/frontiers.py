@@ -1,4 +1,4 @@
-"""Frontiers for jobs of ``pipeline_job.py``."""
+"""Frontiers for jobs, and for tests of decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.optimizer import optimize
 from perseus_ds.optimizer.problem import problem_for
 from perseus_ds.pipeline.commands import read_schedule, schedule_class
-from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.simulation.device_models import DEVICES
 
@@ -40,6 +40,14 @@ def save_random_plan(
     )
     _save_only(plan, schedule, folder, blocking_power_w=80.0, simulated=simulated)
     return plan
+
+
+def thirty_plans() -> Frontier:
+    """Return a frontier of one pass, of which each plan takes 10 ms longer and saves 1 J."""
+    pass_ = ((Instruction(0, Kind.FORWARD, 0),),)
+    plans = tuple(FrequencyPlan(pass_, ((1400 - 10 * i,),), 1.0 + 0.01 * i, 100.0 - i) for i in range(30))
+    provenance = Provenance(schedule="1f1b", micro_batches=1, stages=1, blocking_power_w=1, solver="none")
+    return Frontier(plans, 1.0, plans[0], provenance)
 
 
 def save_mixed_plan(folder: Path, schedule: Schedule, profile: StageProfile) -> FrequencyPlan:

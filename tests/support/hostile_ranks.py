@@ -100,12 +100,9 @@ class HostileRanks:
         self._cause(cause, self._random.uniform(0.5, self._longest_s))
         ended_s = time.monotonic()
         self._wait_until_back(len(records(self._job.folder / "perseus")))
-        outcome.back_s.append(time.monotonic() - ended_s)
-        outcome.times += 1
+        back_s = time.monotonic() - ended_s
         warned = [event["rank"] for event in events(records(self._job.folder / "perseus")[begun:], "failure")]
-        outcome.warnings += len(warned)
-        if len(warned) > len(set(warned)):
-            outcome.broken.append(f"warned more than once on ranks {warned}")
+        outcome.add(back_s, warned)
 
     def _cause(self, cause, for_s):
         """Cause a fault for some time [s]."""

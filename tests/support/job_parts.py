@@ -84,6 +84,41 @@ def of_rank_0(fact: bool) -> bool:
     return bool(sent)
 
 
+def steps_of(job: dict[str, Any], session: Any) -> Iterator[int]:
+    """Yield numbers of steps, until a number of them were in the job's last phase or the job is over."""
+    last_phase, left = job.get("until", (None, 0))
+    for number in range(job["steps"]):
+        if last_phase is not None:
+            left -= of_rank_0(session.phase == last_phase)
+        yield number
+        if last_phase is not None and left == 0:
+            return
+
+
+def train_steps(
+    job: dict[str, Any],
+    session: Any,
+    modules: Sequence[nn.Module],
+    train: Callable[[int], list[list[str]]],
+) -> dict[str, Any]:
+    """Train the steps of a job, and return what Perseus must not change, by step.
+
+    Args:
+        job: The job.
+        session: Perseus on this rank. None without it.
+        modules: What is trained on this rank.
+        train: Trains a step, and returns its losses, and those of an evaluation after it.
+    """
+    report: dict[str, Any] = {"losses": [], "weights": [], "random_after": [], "phases": []}
+    for number in steps_of(job, session):
+        if session is not None:
+            report["phases"].append(session.phase)
+        report["losses"] += train(number)
+        report["weights"].append(hash_of(*(module.named_parameters() for module in modules)))
+        report["random_after"].append(next_random_number())
+    return report
+
+
 def train_jobs(train: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Train the jobs of ``jobs.json`` on this rank, and write their reports to ``rank<N>.json``.
 

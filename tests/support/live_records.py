@@ -1,4 +1,4 @@
-"""Records of a job in the form that it writes, for tests of the output during a run."""
+"""Records of a job in the form that it writes, for tests of the output and of what is read from it."""
 
 from perseus_ds.artifacts.run_events import PlanChosen, ProfileWritten, Started
 from perseus_ds.artifacts.run_iterations import IterationRecord
@@ -42,6 +42,18 @@ def planned_iteration(number, plan=3, **fields):
         **fields,
     }
     return IterationRecord(iteration=number, phase="run", plan=plan, ended=BEGIN + number, simulated=True, **values)
+
+
+def iteration(number, phase, time_s, energy_j, *, plan=None, saved=0.0, **fields):
+    """Return an iteration that takes as long as at default clocks, and saves a part of their energy."""
+    values = {
+        "plan": plan,
+        "default_time_s": time_s,
+        "default_energy_j": None if energy_j is None else energy_j / (1 - saved),
+        "trial": AS_RECORDED if phase == "run" else None,
+        **fields,
+    }
+    return IterationRecord(iteration=number, phase=phase, time_s=time_s, energy_j=energy_j, simulated=True, **values)
 
 
 def started(job="a", **fields):

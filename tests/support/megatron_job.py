@@ -8,7 +8,6 @@ Megatron-Core needs CUDA; here it uses the stand-ins of ``examples/megatron/cpu.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ import megatron.core.models.common.model_chunk_schedule_plan
 import megatron.core.models.gpt.fine_grained_callables
 import torch
 import torch.distributed as dist
-from job_parts import hash_of, next_random_number, of_rank_0, train_jobs
+from job_parts import train_jobs, train_steps
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -171,23 +170,25 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     session = getattr(megatron.core, "perseus", None)
     torch.manual_seed(11 + dist.get_rank())
     data = [batches(5 + parallel_state.get_data_parallel_rank()) for _ in model]
-    report: dict[str, Any] = {"losses": [], "norms": [], "weights": [], "random_after": [], "phases": []}
-    for step, micro_batches in enumerate(itertools.islice(counts_of(job, session), job["steps"])):
-        if session is not None:
-            report["phases"].append(session.phase)
+    counts = job.get("counts", [job.get("micro_batches", 4)])
+    norms: list[list[str]] = []
+
+    def step(number: int) -> list[list[str]]:
+        micro_batches = counts[number % len(counts)]
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        own = [cut(of_chunk, job, step) for of_chunk in data] if "mixed" in job else data
-        losses = iterate(model, own, micro_batches)
+        own = [cut(of_chunk, job, number) for of_chunk in data] if "mixed" in job else data
+        losses = [iterate(model, own, micro_batches)]
         norm = gradient_norm(model)
         _, total, _ = optimizer.step()
-        report["losses"].append(losses)
-        report["norms"].append([repr(norm), repr(float(total))])
-        report["weights"].append(hash_of(*(chunk.named_parameters() for chunk in model)))
-        report["random_after"].append(next_random_number())
-        if step % job.get("evaluate_every", 1000) == 3:
-            report["losses"].append(iterate(model, data, micro_batches, forward_only=True))
+        norms.append([repr(norm), repr(float(total))])
+        if number % job.get("evaluate_every", 1000) == 3:
+            losses.append(iterate(model, data, micro_batches, forward_only=True))
+        return losses
+
+    report = train_steps(job, session, model, step)
+    report["norms"] = norms
     if session is not None:
         perseus_ds.detach(megatron.core)
     report["left"] = [
@@ -197,17 +198,6 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     ]
     parallel_state.destroy_model_parallel()
     return report
-
-
-def counts_of(job: dict[str, Any], session: Any) -> Iterator[int]:
-    """Yield the number of micro-batches of each iteration, until a number of them had the job's last phase."""
-    last_phase, left = job.get("until", (None, 0))
-    for count in itertools.cycle(job.get("counts", [job.get("micro_batches", 4)])):
-        if last_phase is not None:
-            left -= of_rank_0(session.phase == last_phase)
-        yield count
-        if last_phase is not None and left == 0:
-            break
 
 
 def cut(data: Any, job: dict[str, Any], step: int) -> Iterator[torch.Tensor]:

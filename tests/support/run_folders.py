@@ -1,15 +1,16 @@
 """Minimal output folders of training runs, for tests of reports and pictures."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from live_records import iteration, started, write
 from pipelines import one_f_one_b, synthetic_profile
 
 from perseus_ds.artifacts.evidence import CheckResult, Evidence, Figure, Machine
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.artifacts.layout import Layout, Part
 from perseus_ds.artifacts.profile import StageProfile, TransferDuration
+from perseus_ds.artifacts.run_events import PlanChosen
 from perseus_ds.artifacts.timeline import MeasuredIteration, MeasuredOperation, TimelineFile
 from perseus_ds.optimizer import optimize
 from perseus_ds.pipeline.dag import Dag
@@ -18,7 +19,6 @@ from perseus_ds.report.timeline import timeline
 
 RANKS, MICRO_BATCHES, PLANS = 3, 4, 12
 LATE_S = 0.004
-GOOD = {"pairs": 6, "verdict": "good", "slowdown_error": 0.002, "saved_error": 0.003}
 PARTS = (("embedding", "dense"), ("dense", "dense"), ("dense", "head"))
 
 
@@ -55,42 +55,17 @@ def write_auto_run(folder: Path, job: Job, *, is_compared: bool = False, number:
     job.profile.save(folder / "profile.csv")
     job.frontier.save(folder)
     default, plan = job.frontier.baseline, job.frontier.plans[number]
-    records = [{"event": "start", "time": 1.0, "mode": "auto", "gpu": "simulated A100-SXM"}]
-    records += [record(1, "calibrate", 9.0, 9.0)]
-    records += [record(n, "warm-up", default.time_s, default.energy_j) for n in (2, 3, 4)]
     known = {"default_time_s": default.time_s, "default_energy_j": default.energy_j}
-    records += [record(n, "profile", default.time_s * 1.1, default.energy_j) | known for n in (5, 6)]
-    records += [{"event": "plan", "plan": number}]
-    compared = compared_with(default.time_s, default.energy_j, predicted_time_s=plan.time_s) if is_compared else {}
-    records += [record(n, "run", plan.time_s, plan.energy_j, plan=number) | compared for n in (7, 8, 9)]
-    write_log(folder, records)
+    compared = {**known, "predicted_time_s": plan.time_s} if is_compared else {}
+    records = [started(job=None, time=1.0), iteration(1, "calibrate", 9.0, 9.0)]
+    records += [iteration(n, "warm-up", default.time_s, default.energy_j) for n in (2, 3, 4)]
+    records += [iteration(n, "profile", default.time_s * 1.1, default.energy_j, **known) for n in (5, 6)]
+    records += [PlanChosen(plan=number, simulated=True)]
+    records += [iteration(n, "run", plan.time_s, plan.energy_j, plan=number, **compared) for n in (7, 8, 9)]
+    write(folder, records)
     kept = [measured(job, plan, 8, number), measured(job, default, 3, None)]
     file = TimelineFile(simulated=True, gpu="simulated A100-SXM", job=job.profile.info, iterations=kept)
     (folder / "timeline.json").write_text(file.model_dump_json(exclude_none=True))
-
-
-def record(iteration: int, phase: str, time_s: float, energy_j: float | None, *, plan=None, saved=None) -> dict:
-    return {
-        "iteration": iteration,
-        "phase": phase,
-        "time_s": time_s,
-        "energy_j": energy_j,
-        "plan": plan,
-        "default_time_s": time_s,
-        "default_energy_j": energy_j / (1 - (saved or 0.0)) if energy_j is not None else None,
-        "trial": GOOD if phase == "run" else None,
-        "simulated": True,
-    }
-
-
-def compared_with(time_s: float, energy_j: float, *, predicted_time_s: float) -> dict:
-    """Return what records of iterations under plans contain for the comparison with default clocks."""
-    return {"default_time_s": time_s, "default_energy_j": energy_j, "predicted_time_s": predicted_time_s}
-
-
-def write_log(folder: Path, records: list[dict]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.jsonl").write_text("".join(json.dumps(r | {"simulated": True}) + "\n" for r in records))
 
 
 def measured(job: Job, plan, iteration: int, number: int | None) -> MeasuredIteration:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from job_parts import WIDTH, Block, hash_of, next_random_number, of_rank_0, train_jobs
+from job_parts import WIDTH, Block, next_random_number, train_jobs, train_steps
 from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -153,42 +153,39 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.Adam([p for block in layers for p in block.parameters()], lr=1e-2)
     if job.get("perseus") is not None:
         perseus_ds.attach(schedule, job["perseus"], pipeline=mesh["pp"], data_parallel=mesh["dp"])
-    attachment = getattr(schedule, "perseus", None)
+    session = getattr(schedule, "perseus", None)
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    is_first, is_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     rank = dist.get_rank()
     torch.manual_seed(11 + rank)
     data = torch.Generator().manual_seed(5 + mesh["dp"].get_local_rank())
-    report: dict[str, Any] = {"losses": [], "weights": [], "random_after": [], "phases": []}
-    last_phase, left = job.get("until", (None, 0))
-    for step in range(job["steps"]):
-        if attachment is not None:
-            report["phases"].append(attachment.phase)
-        if last_phase is not None:
-            left -= of_rank_0(attachment.phase == last_phase)
-        inputs = torch.randn(count_of(schedule, job, step) * ROWS, WIDTH, generator=data)
-        losses: list[torch.Tensor] = []
-        if step == 0 and "evaluate_after" in job:  # training must do the setup that an evaluation skips
-            given = {"target": inputs, "losses": losses} if any(s.is_last for s in stages) else {}
-            schedule.eval(*((inputs,) if any(s.is_first for s in stages) else ()), **given)
-            report["losses"].append([repr(loss.item()) for loss in losses])
-            losses = []
-        arguments = (inputs,) if any(stage.is_first for stage in stages) else ()
-        targets = {"target": inputs.roll(1, dims=1), "losses": losses} if any(s.is_last for s in stages) else {}
-        is_final = step_by(schedule, job, step, arguments, targets)
-        if is_final:
-            for parameter in optimizer.param_groups[0]["params"] if pipelines > 1 and not job.get("fsdp") else ():
-                dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
+
+    def step(number: int) -> list[list[str]]:
+        inputs = torch.randn(count_of(schedule, job, number) * ROWS, WIDTH, generator=data)
+        given = (inputs,) if is_first else ()
+        losses = []
+        if number == 0 and "evaluate_after" in job:  # training must do the setup that an evaluation skips
+            losses.append(evaluate(given, inputs))
+        of_step: list[torch.Tensor] = []
+        targets = {"target": inputs.roll(1, dims=1), "losses": of_step} if is_last else {}
+        if step_by(schedule, job, number, given, targets):
+            if pipelines > 1 and not job.get("fsdp"):
+                for parameter in optimizer.param_groups[0]["params"]:
+                    dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
             optimizer.step()
             optimizer.zero_grad()
-        report["losses"].append([repr(loss.item()) for loss in losses])
-        report["weights"].append(hash_of(*(block.named_parameters() for block in layers)))
-        if step == job.get("evaluate_after"):
-            schedule.eval(*arguments, target=targets.get("target"), losses=losses if targets else None)
-            report["losses"].append([repr(loss.item()) for loss in losses])
-        report["random_after"].append(next_random_number())
-        if last_phase is not None and left == 0:
-            break
-    if attachment is not None:
+        losses.append([repr(loss.item()) for loss in of_step])
+        if number == job.get("evaluate_after"):
+            losses.append(evaluate(given, inputs.roll(1, dims=1)))
+        return losses
+
+    def evaluate(given: tuple[Any, ...], target: torch.Tensor) -> list[str]:
+        losses: list[torch.Tensor] = []
+        schedule.eval(*given, **({"target": target, "losses": losses} if is_last else {}))
+        return [repr(loss.item()) for loss in losses]
+
+    report = train_steps(job, session, layers, step)
+    if session is not None:
         perseus_ds.detach(schedule)
     report["random_after"][-1] = next_random_number()
     report["left"] = [

@@ -3,7 +3,7 @@
 import numpy as np
 
 from perseus_ds.pipeline.schedule import encode_spans
-from perseus_ds.policy.reports import JobDrift, JobReport, RankReports
+from perseus_ds.policy.reports import JobDrift, RankReports
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Order
@@ -28,11 +28,6 @@ def messages_of(*fields, number=1, begun_s=0.0, **of_all):
         report = msg.Report(number, 0, 1, 0, **{"time_s": 1.0, **of_all, **of_client})
         messages.append(msg.RankReport(report, begun_s=begun_s + 0.01 * rank, **of_agent))
     return messages
-
-
-def job_report(*fields):
-    """Return the job's report computed from such reports."""
-    return JobReport.of(reports_of(*fields))
 
 
 def seen(

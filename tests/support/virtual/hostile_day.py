@@ -36,6 +36,14 @@ class Outcome:
     back_s: list[float] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
+    def add(self, back_s, warned):
+        """Count a fault, after which the job was back in this time [s], and these ranks have warned."""
+        self.times += 1
+        self.back_s.append(back_s)
+        self.warnings += len(warned)
+        if len(warned) > len(set(warned)):
+            self.broken.append(f"a rank warned more than once: ranks {warned}")
+
     def __str__(self):
         back = f"{max(self.back_s):8.1f}" if self.back_s else f"{'':8}"
         return f"{self.times:5} {self.warnings:9} {back}  {'; '.join(self.broken)}"
@@ -75,12 +83,7 @@ class HostileDay:
                 outcome.broken.append(f"not back after {_BACK_WITHIN_S:.0f} s")
                 return False
             self.job.train(_AT_ONCE)
-        outcome.back_s.append(self.job.time.now_s() - ended_s)
-        outcome.times += 1
-        warned = self._warned()
-        outcome.warnings += len(warned)
-        if len(warned) > len({event.rank for event in warned}):
-            outcome.broken.append(f"a rank warned more than once: {warned}")
+        outcome.add(self.job.time.now_s() - ended_s, [event.rank for event in self._warned()])
         return True
 
     def _warned(self):

@@ -38,10 +38,3 @@ def build(layers):
         else:
             functions.append(layer.build())
     return functions, list(dict.fromkeys([*tied.values(), *(f for f in functions if isinstance(f, torch.nn.Module))]))
-
-
-def count_parameters(layers):
-    """Count a model's parameters, tied ones once, without allocating them."""
-    with torch.device("meta"):
-        _, modules = build(layers)
-    return sum(p.numel() for m in modules for p in m.parameters())

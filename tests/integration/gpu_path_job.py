@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from job_parts import WIDTH, batches, config, leave_out_shared_memory, of_rank_0
 from run_log import events, records
-from stub_cuda.controller import StubCuda
+from stub_cuda.controller import StubCuda, TorchCuda
 from stub_nvml.controller import gpus_here
 from torch import nn
 
@@ -48,17 +48,12 @@ class Training:
 def use_stub_cuda(stub: StubCuda, uuid: str, bus: int) -> None:
     """Let ``torch.cuda`` of a CPU build act on the stub."""
     properties = SimpleNamespace(uuid=uuid, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0, total_memory=1 << 36)
-    functions = {
-        "current_device": lambda: 0,
-        "current_stream": lambda device=None: stub.stream,
-        "get_device_properties": lambda device=0: properties,
-        "synchronize": lambda device=None: stub.synchronize(),
-        "memory_stats_as_nested_dict": lambda device=None: {"allocated_bytes": {"all": {"peak": 1 << 20}}},
-        "device": lambda device: contextlib.nullcontext(),
-        "Event": lambda enable_timing=False, **_: stub.external_event(),
-    }
-    for name, function in functions.items():
-        setattr(torch.cuda, name, function)
+    cuda = TorchCuda(stub)
+    for name in ("current_device", "current_stream", "synchronize", "Event"):
+        setattr(torch.cuda, name, getattr(cuda, name))
+    torch.cuda.get_device_properties = lambda device=0: properties
+    torch.cuda.memory_stats_as_nested_dict = lambda device=None: {"allocated_bytes": {"all": {"peak": 1 << 20}}}
+    torch.cuda.device = lambda device: contextlib.nullcontext()
     torch._C._cuda_getCurrentRawStream = lambda device: stub.stream
 
     def load(seconds: float) -> None:
