@@ -47,7 +47,7 @@ def iterations(folder):
 
 
 def finished(process, output=None):
-    output = output or process.communicate(timeout=run_log.GIVE_UP_S)[0]
+    output = output or process.communicate(timeout=run_log.JOB_GIVE_UP_S)[0]
     assert process.returncode == 0, output[-4000:]
     return output
 

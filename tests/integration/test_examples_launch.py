@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from forked import free_port
 from job import ENVIRONMENT, run_script
-from run_log import GIVE_UP_S
+from run_log import JOB_GIVE_UP_S
 
 from perseus_ds.artifacts.frontier import Frontier
 from perseus_ds.cli.main import main
@@ -73,7 +73,7 @@ def test_a_wrong_option_is_a_message_and_no_traceback(tmp_path, example, overrid
     environment = {**ENVIRONMENT, **rank, "MASTER_PORT": str(free_port()), "PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, script_of(example), override]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=JOB_GIVE_UP_S, check=False
     )
     assert done.returncode == 2
     assert message in done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from job import ENVIRONMENT, run_script
-from run_log import GIVE_UP_S
+from run_log import JOB_GIVE_UP_S
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
@@ -68,7 +68,7 @@ def test_data_that_do_not_fit_are_an_error_without_traceback_before_training(tmp
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", TRAIN]
     command += ["model.config.vocab_size=200"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=JOB_GIVE_UP_S, check=False
     )
     assert done.returncode != 0
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("perseus_ds.errors.ConfigError"))

@@ -77,7 +77,7 @@ def torchrun(node, *options):
 
 
 def finished(process):
-    output, _ = process.communicate(timeout=run_log.GIVE_UP_S)
+    output, _ = process.communicate(timeout=run_log.JOB_GIVE_UP_S)
     assert process.returncode == 0, output[-4000:]
     return output
 

@@ -8,13 +8,13 @@ import resource
 import stat
 import struct
 import threading
-import time
 
 import msgspec
 import pytest
 import zmq
 from job_descriptions import KEY, description, request
 from msgspec import structs
+from run_log import wait_until
 from virtual.time import VirtualTime
 
 from perseus_ds.agent.job_server import JobServerChild, Uplink
@@ -64,15 +64,6 @@ def connect(process):
         uplink.close()
 
 
-def wait_for(found, what, within_s=120.0):
-    """Wait until a function returns a true value, and return the value."""
-    end_s = time.monotonic() + within_s
-    while not (value := found()):
-        assert time.monotonic() < end_s, f"timed out waiting until {what}"
-        time.sleep(0.01)
-    return value
-
-
 def are_connected(process, uplink):
     """Let server and agent exchange messages, and return whether both have received one."""
     uplink.exchange()
@@ -85,7 +76,7 @@ def uplink(process, connect):
     """Return the connection of an accepted agent."""
     found = connect(PUBLIC_KEY, SECRET_KEY)
     found.join(0, lambda: 3)
-    wait_for(lambda: are_connected(process, found), "server and agent have exchanged messages")
+    wait_until(lambda: are_connected(process, found), "server and agent have exchanged messages")
     return found
 
 
@@ -94,10 +85,10 @@ def test_agents_of_other_jobs_and_users_are_not_heard(process, connect):
     refusals = other._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     other.join(1, lambda: 1000)
     own.join(0, lambda: 3)
-    wait_for(lambda: are_connected(process, other) or refusals.poll(10), "the other agent is refused")
+    wait_until(lambda: are_connected(process, other) or refusals.poll(10), "the other agent is refused")
     other._socket.disable_monitor()
     assert not process._connections.agents
-    wait_for(lambda: are_connected(process, own), "the job's own agent is heard")
+    wait_until(lambda: are_connected(process, own), "the job's own agent is heard")
     assert process.server.runs.issued == 3
 
 
@@ -109,7 +100,7 @@ def test_agents_reach_a_server_by_ipv6_and_by_a_name(tmp_path, monkeypatch, host
     uplink = Uplink(Connect(0, process.address, asked.server_key, PUBLIC_KEY, SECRET_KEY))
     try:
         assert process.address.startswith(address)
-        wait_for(lambda: are_connected(process, uplink), "server and agent have exchanged messages", within_s=20.0)
+        wait_until(lambda: are_connected(process, uplink), "server and agent have exchanged messages", within_s=20.0)
     finally:
         uplink.close()
         process.close()
@@ -118,11 +109,11 @@ def test_agents_reach_a_server_by_ipv6_and_by_a_name(tmp_path, monkeypatch, host
 def test_what_is_no_message_is_passed_over_by_server_and_agent(process, uplink):
     uplink._outbox += [(b"\x00\x00\x00\x00", b"\xc1"), (b"x", b"y")]
     uplink.send(0, Joined(5))
-    wait_for(lambda: are_connected(process, uplink) and process.server.runs.issued == 5, "the valid message has come")
+    wait_until(lambda: are_connected(process, uplink) and process.server.runs.issued == 5, "the valid message has come")
     (agent,) = process._connections.agents
     process._connections.put(agent, b"\x00\x00\x00\x00", b"\xc1")
     process._connections.put(agent, b"\x00\x00\x00\x00", encode(Say("a message")))
-    assert wait_for(uplink.exchange, "the valid message has come") == [(0, Say("a message"))]
+    assert wait_until(uplink.exchange, "the valid message has come") == [(0, Say("a message"))]
 
 
 def test_heartbeats_do_not_wait_for_the_messages_of_many_ranks(process, uplink, monkeypatch):
@@ -156,7 +147,7 @@ def test_a_rank_that_is_heard_through_another_connection_is_sent_its_programs_ag
         process._flush()
         return [type(message) for _, message in second.exchange()]
 
-    assert wait_for(received, "the programs have come")[0] is OrderNumbers
+    assert wait_until(received, "the programs have come")[0] is OrderNumbers
 
 
 def test_an_error_does_not_end_the_server(process, uplink, monkeypatch):
@@ -167,7 +158,7 @@ def test_an_error_does_not_end_the_server(process, uplink, monkeypatch):
     monkeypatch.setattr(process.server, "receive", fail)
     uplink.send(0, Joined(5))
     expected = 0, Say("perseus: no space left on device. Training continues at default clocks.", warns=True)
-    wait_for(lambda: are_connected(process, uplink) and expected in process._outbox, "it is said")
+    wait_until(lambda: are_connected(process, uplink) and expected in process._outbox, "it is said")
 
 
 def test_a_state_that_cannot_be_saved_does_not_end_the_server(process, monkeypatch):
@@ -243,7 +234,7 @@ def test_a_message_put_while_the_thread_wakes_up_delays_no_later_one(rare_heartb
     monkeypatch.setattr(os, "read", read_late)
     for text in ("the first", "the next"):
         connections.put(agent, b"\0\0\0\0", encode(Say(text)))
-        wait_for(lambda text=text: (0, Say(text)) in uplink.exchange(), f"{text} has come", within_s=20.0)
+        wait_until(lambda text=text: (0, Say(text)) in uplink.exchange(), f"{text} has come", within_s=20.0)
 
 
 def test_a_server_that_falls_behind_discards_reports_and_continues_at_default_clocks(tmp_path, monkeypatch):
@@ -319,7 +310,7 @@ def test_agents_hear_a_server_that_decides_for_a_long_time(uplink):
     """The process does nothing here, as if it were computing."""
     for _ in range(3):
         uplink.is_heard = False
-        wait_for(lambda: uplink.exchange() is not None and uplink.is_heard, "a heartbeat has come", within_s=20.0)
+        wait_until(lambda: uplink.exchange() is not None and uplink.is_heard, "a heartbeat has come", within_s=20.0)
 
 
 def test_agents_do_not_hear_a_server_that_hangs_until_it_continues(process, uplink, connect, monkeypatch):
@@ -331,14 +322,14 @@ def test_agents_do_not_hear_a_server_that_hangs_until_it_continues(process, upli
     now.seconds += 31.0
     other = connect(PUBLIC_KEY, SECRET_KEY)
     other.join(1, lambda: 0)
-    wait_for(lambda: other.exchange() is None or connections.agents > before, "a new agent has joined")
+    wait_until(lambda: other.exchange() is None or connections.agents > before, "a new agent has joined")
     (agent,) = connections.agents - before
     connections.put(agent, b"\1\0\0\0", encode(Say("after what else was sent")))
-    wait_for(other.exchange, "a message has come")
+    wait_until(other.exchange, "a message has come")
     assert not other.is_heard
     now.seconds += 1.0
     connections.wait(0.0)
-    wait_for(lambda: other.exchange() is None or other.is_heard, "a heartbeat has come")
+    wait_until(lambda: other.exchange() is None or other.is_heard, "a heartbeat has come")
 
 
 def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tmp_path, monkeypatch):
@@ -355,10 +346,10 @@ def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tm
         raise OSError("too many processes")
 
     try:
-        assert wait_for(child.answer, "the server has answered").error
+        assert wait_until(child.answer, "the server has answered").error
         assert silence_s() == pytest.approx(5.5)
         child.restart()
-        wait_for(lambda: child._process.poll() is not None, "the server has ended")
+        wait_until(lambda: child._process.poll() is not None, "the server has ended")
         with monkeypatch.context() as broken:
             broken.setattr(child, "_start", fail)
             with pytest.raises(OSError, match="too many processes"):
@@ -366,8 +357,8 @@ def test_a_server_that_is_never_heard_is_started_again_after_pauses_that_grow(tm
         assert not child.start_again(), "only after another silence"
         assert silence_s() == pytest.approx(10.5)
         child.restart()
-        wait_for(child.start_again, "another server is started")
-        assert wait_for(child.answer, "the server has answered").error
+        wait_until(child.start_again, "another server is started")
+        assert wait_until(child.answer, "the server has answered").error
         assert not child.is_silent(is_heard=True)
         assert silence_s() == pytest.approx(5.5)
     finally:
@@ -422,14 +413,14 @@ def test_a_server_whose_job_has_ended_is_not_to_be_started_again_and_one_that_wa
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] - 1, limits[1]))
     child = JobServerChild(StartServer("127.0.0.1", 0, 0), description(tmp_path / "perseus", mode="observe"))
     try:
-        answer = wait_for(child.answer, "the server has started")
+        answer = wait_until(child.answer, "the server has started")
         assert not child.is_over
         assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (limits[1], limits[1]), "a file for each agent"
         uplink = Uplink(Connect(0, answer.address, answer.server_key, answer.public_key, answer.secret_key))
         for rank in (0, 1):
             uplink.join(rank, int)
             uplink.send(rank, Left())
-        wait_for(lambda: uplink.exchange() is not None and child.is_over, "the server has ended with its job")
+        wait_until(lambda: uplink.exchange() is not None and child.is_over, "the server has ended with its job")
         uplink.close()
         child.restart()
         child.end()
@@ -445,7 +436,7 @@ def test_an_agent_that_replaces_another_one_starts_the_server_again_in_the_same_
     request, content = StartServer("127.0.0.1", 0, 0), description(tmp_path / "perseus", mode="observe")
     child, now = JobServerChild(request, content), VirtualTime()
     try:
-        started = wait_for(child.answer, "the server has started")
+        started = wait_until(child.answer, "the server has started")
         assert started.output_dir == str(tmp_path / "perseus-2")
         other_job.release()
         later = JobServerChild(structs.replace(request, running=started), content, now)
@@ -458,9 +449,9 @@ def test_an_agent_that_replaces_another_one_starts_the_server_again_in_the_same_
         now.sleep(100.0)
         later.restart()
         assert later.start_again()
-        assert wait_for(later.answer, "another server has started") == started
+        assert wait_until(later.answer, "another server has started") == started
         uplink = Uplink(Connect(0, started.address, started.server_key, started.public_key, started.secret_key))
-        wait_for(lambda: uplink.exchange() is not None and uplink.is_heard, "it is heard at the same address")
+        wait_until(lambda: uplink.exchange() is not None and uplink.is_heard, "it is heard at the same address")
         assert int(uplink._epoch) >= 100, "its programs are newer"
         uplink.close()
     finally:

@@ -223,7 +223,7 @@ class StubNvml:
             env={**os.environ, **self.environment, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=600,  # only ends a test that hangs
+            timeout=60,  # only ends a test that hangs
             check=False,
         )
 

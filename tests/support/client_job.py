@@ -1,4 +1,4 @@
-"""Trains a client in auto mode, and without Perseus.
+"""Jobs that train a client, with and without Perseus. Started by ``job.run_jobs``.
 
 The scripts in ``tests/clients/scripts`` call :func:`main` with a class that creates a client's engine the way the
 client does, from keys that the job adds to the DeepSpeed config. Perseus attaches as with its launcher. Like users'
@@ -8,14 +8,12 @@ scripts, these are ``__main__``: no other process can import their schedules and
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -26,15 +24,13 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from job import QUICK_PROFILE, SIMULATED
-from job_parts import Block, batches, hash_of
+from job_parts import Block, batches, train_jobs, train_steps
 from torch import nn
 
 from perseus_ds import launch
 
 ROWS = 8
 MICRO_BATCHES = 4
-STEPS = 4
 calls: Counter[str] = Counter()
 """Number of calls of each of the client's patches, by name."""
 
@@ -72,36 +68,31 @@ class Client:
 
 
 def main(client: type[Client]) -> None:
-    """Train with and without Perseus, and write the report of each rank to ``rank<N>.json``."""
-    folder = Path(sys.argv[1])
+    """Train the jobs of ``jobs.json`` on this rank."""
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    seen = {"auto": _train(client, folder, is_plain=False)}
-    seen["plain"] = _train(client, folder, is_plain=True, steps=len(seen["auto"]["steps"]))
-    rank = torch.distributed.get_rank()
-    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    train_jobs(partial(_train, client))
 
 
-def _train(client: type[Client], folder: Path, *, is_plain: bool, steps: int = 100_000) -> dict[str, Any]:
+def _train(client: type[Client], job: dict[str, Any]) -> dict[str, Any]:
     calls.clear()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(11)
-    block = {"device": "simulated", "simulated": SIMULATED, "profile": QUICK_PROFILE, "cache": False}
-    report: dict[str, Any] = {"steps": [], "phases": []}
+    generators = []
     with _patches_undone():
-        if not is_plain:
+        if "perseus" in job:
             launch.attach_when_engines_are_imported()
-        trained = client({} if is_plain else {"perseus": {**block, "output_dir": str(folder / "auto")}})
-        # Perseus's training ends shortly after its plan starts to run.
-        while len(report["steps"]) < steps and report["phases"].count("run") <= STEPS:
-            weights = trained.engine.module.state_dict().items
-            report["steps"].append([trained.train(), hash_of(weights()), _random(trained)])
-            report["phases"].append("" if is_plain else trained.engine.perseus.phase)
-        report["calls"] = dict(calls)
+        trained = client({"perseus": job["perseus"]} if "perseus" in job else {})
+
+        def step(number: int) -> list[list[str]]:
+            loss = trained.train()
+            generators.append(_random(trained))
+            return [[repr(loss)]]
+
+        session = getattr(trained.engine, "perseus", None)
+        report = train_steps(job, session, [trained.engine.module], step)
         trained.engine.destroy()
-    return report
+    return {**report, "generators": generators, "calls": dict(calls), "left": []}
 
 
 @contextmanager

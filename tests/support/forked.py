@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from run_log import GIVE_UP_S
+from run_log import JOB_GIVE_UP_S
 
 # Below the range of Linux's ephemeral ports (net.ipv4.ip_local_port_range).
 _PORTS = range(20_000, 32_000)
@@ -37,7 +37,7 @@ def run_ranks(
     ranks: int,
     environment: dict[str, str],
     command: Sequence[str],
-    give_up_s: float = GIVE_UP_S,
+    give_up_s: float = JOB_GIVE_UP_S,
 ) -> tuple[int, str]:
     """Run a Python script on one process per rank.
 

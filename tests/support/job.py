@@ -104,7 +104,7 @@ def start(
 
 def finish(process: subprocess.Popen[str], folder: Path) -> Finished:
     """Wait until a started job ends."""
-    output, _ = process.communicate(timeout=run_log.GIVE_UP_S)
+    output, _ = process.communicate(timeout=run_log.JOB_GIVE_UP_S)
     return Finished(folder, process.returncode, output)
 
 
@@ -117,7 +117,7 @@ def run(
     folder: Path,
     ranks: int,
     environment: dict[str, str] | None = None,
-    give_up_s: float = run_log.GIVE_UP_S,
+    give_up_s: float = run_log.JOB_GIVE_UP_S,
     **job: Any,
 ) -> Finished:
     """Run a job to its end on forked ranks, which start faster than those of a launcher."""
@@ -130,7 +130,7 @@ def run_script(
     ranks: int,
     *command: Path | str,
     environment: dict[str, str] | None = None,
-    give_up_s: float = run_log.GIVE_UP_S,
+    give_up_s: float = run_log.JOB_GIVE_UP_S,
 ) -> Finished:
     """Run a script with its arguments to its end on forked ranks."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def assert_untouched(jobs: dict[str, dict[str, Any]]) -> None:
     """Assert that jobs in all modes have the same bits as without Perseus, and leave no changes."""
     for mode, done in jobs.items():
         assert len(done["weights"]) > 2, mode
-        for what in ("losses", "norms", "weights", "random_after"):
+        for what in ("losses", "norms", "weights", "random_after", "generators"):
             ours, theirs = done.get(what, []), jobs["without"].get(what, [])
             assert len(ours) <= len(theirs), (mode, what)
             for step, (our, their) in enumerate(zip(ours, theirs, strict=False)):
