@@ -126,11 +126,11 @@ def test_heartbeats_do_not_wait_for_the_messages_of_many_ranks(process, uplink, 
 
     monkeypatch.setattr("perseus_ds.server.connections._HEARTBEAT_S", 0.0)
     monkeypatch.setattr(zmq.Socket, "send_multipart", recorded)
-    wait_for(lambda: len(sent) > 1, "heartbeats are due all the time")
+    wait_until(lambda: len(sent) > 1, "heartbeats are due all the time")
     message = encode(Say("a message"))
     connections._outgoing.extend([(agent, b"\x00\x00\x00\x00", message)] * 1000)
     connections.put(agent, b"\x00\x00\x00\x00", message)
-    wait_for(lambda: sent.count("message") == 1001, "all messages are sent")
+    wait_until(lambda: sent.count("message") == 1001, "all messages are sent")
     in_a_row = [len([*group]) for kind, group in itertools.groupby(sent) if kind == "message"]
     assert max(in_a_row) <= 300
 
