@@ -53,7 +53,8 @@ class Job:
         self.state = PlanState()
         self.state.load(state or {})
         recorder = SimpleNamespace(event=self.events.append, say=self.said.append)
-        job = SimpleNamespace(gpus_per_rank=1, places=(Place(pipeline=0, pipeline_rank=0),))
+        place, facts = Place(pipeline=0, pipeline_rank=0), SimpleNamespace(key=7)
+        job = SimpleNamespace(gpus_per_rank=1, places=(place,), facts=(facts,))
         orders = Orders(job, send_all=None, recorder=recorder, reads=False)
         self.order = orders.first
         context = ModeContext(job, orders, self.state, recorder, self.control, send=None, timebase=self.time)
