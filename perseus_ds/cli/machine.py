@@ -116,7 +116,8 @@ class DoctorCommand:
     """auto: NVML's GPUs, or simulated ones if there are none; nvml: the job changes the clocks itself; zeus: zeusd
     changes the clocks; simulated: no real GPU"""
     lock: bool = False
-    """also lock clocks for a moment, to check the permission and measure the latency"""
+    """also lock clocks for a moment, to check the permission and measure the latency; a lock that was set before, such
+    as by nvidia-smi -lgc, is removed"""
 
     def execute(self) -> int:
         software = examine_software()
