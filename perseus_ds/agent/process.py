@@ -371,7 +371,7 @@ class Agent:
     def _forget(self, rank: Rank, *, has_left: bool = True) -> None:
         if rank.uplink is not None:
             if has_left:
-                rank.send_to_server(Left())
+                rank.send_to_server(Left(killed=rank.has_ended and not rank.is_released))
             rank.uplink.leave(rank.number)
             rank.uplink.flush()
             if not any(other.uplink is rank.uplink for other in self._ranks if other is not rank):

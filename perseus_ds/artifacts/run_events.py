@@ -256,6 +256,7 @@ class Ended(Event):
     """The job ended: totals since it started, and savings over all its starts."""
 
     event: Literal["end"] = "end"
+    killed: bool = Field(False, description="Whether a rank ended without closing Perseus, such as by SIGKILL.")
     iterations: int = Field(0, description="Training iterations since the start.")
     time_s: float = Field(0.0, description="Their time [s].")
     energy_j: float = Field(0.0, description="Their energy [J].")
@@ -275,7 +276,8 @@ class Ended(Event):
     orders: tuple[OrderSummary, ...] = Field((), description="By order, if iterations differ in it.")
 
     def in_words(self) -> str:
-        parts = [f"end. {self.iterations} iterations, {duration(self.time_s)}, {watt_hours(self.energy_j)}"]
+        how = "killed" if self.killed else "end"
+        parts = [f"{how}. {self.iterations} iterations, {duration(self.time_s)}, {watt_hours(self.energy_j)}"]
         if self.without_energy:
             parts[0] += f" (not counting {self.without_energy} iterations with unknown energy)"
         if self.under_plans is not None:

@@ -11,6 +11,7 @@ import atexit
 import functools
 import json
 import logging
+import multiprocessing.util
 import os
 import time
 import zlib
@@ -119,6 +120,8 @@ class PerseusRuntime:
         self._shown: list[tuple[int, bool]] = []
         self._worked = 0
         atexit.register(self.close)
+        # Processes of multiprocessing, such as those of torch.multiprocessing.spawn, end without atexit.
+        self._at_end = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     @classmethod
     def start(
@@ -343,6 +346,7 @@ class PerseusRuntime:
             return  # in a forked process, the clock belongs to the parent
         self._closed = True
         atexit.unregister(self.close)
+        self._at_end.cancel()
         try:
             end_s = self._time.now_s() + _LAST_REPORTS_S
             while self._unsent and not self._send_reports() and self._time.now_s() < end_s:

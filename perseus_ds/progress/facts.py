@@ -58,6 +58,7 @@ class JobFacts(_Facts):
     goal: dict[str, Any] | None = Field(description="Keys of the goal that differ from the defaults.")
     starts: int = Field(description="Number of starts of the job.")
     ended: bool = Field(description="Whether it has recorded its end.")
+    killed: bool = Field(description="Whether it has ended because a rank was killed.")
     silent_s: float | None = Field(description="Time since the last record of the job.")
     phase: str | None = Field(description="Phase of the last iteration, or activity outside of iterations.")
     next_phase: str | None = Field(description="The next phase.")
@@ -149,6 +150,7 @@ def facts_of(job: JobSums, name: str, now: float) -> JobFacts:
         goal=present.goal,
         starts=job.history.starts,
         ended=present.has_ended,
+        killed=present.was_killed,
         silent_s=present.silent_s(now),
         phase=last.phase if last and is_running else None,
         next_phase=last.next_phase if last and is_running else None,

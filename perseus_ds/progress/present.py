@@ -167,6 +167,11 @@ class Present:
         return max(0.0, (self.total_steps - self.last.iteration) * pace_s - (self.silent_s(now) or 0.0))
 
     @property
+    def was_killed(self) -> bool:
+        """True if the job has ended because a rank was killed."""
+        return self.has_ended and self.latest(Ended()).killed
+
+    @property
     def unfinished(self) -> str | None:
         """The activity and what was missing, if the job ended without a plan or profile."""
         mode, last = self.latest(Started()).mode, self._on_the_way

@@ -387,7 +387,13 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
-    """A rank no longer follows the server."""
+    """A rank no longer follows the server.
+
+    Attributes:
+        killed: Whether its process ended without closing Perseus.
+    """
+
+    killed: bool = False
 
 
 ToRank: TypeAlias = (

@@ -258,7 +258,7 @@ def _state(facts: JobFacts) -> str:
     if facts.step is not None and facts.total_steps:
         step += f" of {facts.total_steps}"
     if facts.ended:
-        return f"ended at {step}"
+        return f"{'killed' if facts.killed else 'ended'} at {step}"
     ago = "" if facts.silent_s is None else f", {_about(facts.silent_s)} ago"
     return f"{step}{ago}{': no record since; killed, or busy outside of iterations' if facts.is_silent else ''}"
 
@@ -355,7 +355,9 @@ def jobs_table(jobs: Sequence[JobFacts]) -> Table:
     table.add_column("phase, *SIMULATED" if any(facts.simulated for facts in jobs) else "phase", no_wrap=True)
     for facts in jobs:
         plan, saving = facts.plan, facts.under_plans
-        phase = "ended" if facts.ended else "silent" if facts.is_silent else facts.phase or "starting"
+        phase = "silent" if facts.is_silent else facts.phase or "starting"
+        if facts.ended:
+            phase = "killed" if facts.killed else "ended"
         if phase == "run" and plan is not None:
             phase = f"plan {plan.plan}"
         phase += f", {saving.word}" if saving is not None else ""

@@ -53,6 +53,7 @@ class RankState:
     flops: tuple[tuple[str, int], ...] = ()  # floating-point operations of its passes, on a simulated GPU
     is_here: bool = False  # it follows the server
     has_left: bool = False  # it has stopped following the server
+    was_killed: bool = False  # its process ended without closing Perseus
 
     def delay_s(self, clocks_mhz: Sequence[int]) -> float:
         """Return the time from a mark until the GPU typically runs at one of these clocks at the earliest [s].

@@ -172,14 +172,17 @@ class Recorder:
         """Wait until all records are written, or until a timeout."""
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, killed: bool = False) -> None:
         """Print and record a summary of the training, and wait a short time until all records are written.
 
         There is no summary if the records of earlier starts are still being read.
+
+        Args:
+            killed: Whether a rank ended without closing Perseus.
         """
         self._writer.may_thin = False
         self._writer.flush(_AT_END_S)
-        ended = self._jobs.read(end_of, self._job)
+        ended = self._jobs.read(end_of, self._job).model_copy(update={"killed": killed})
         if self._writer.has_read and ended.iterations > self._summarised:
             self._summarised = ended.iterations
             self.say(f"{ended.in_words()}{self._simulated_note}")

@@ -274,6 +274,7 @@ class JobServer:
                     self.recorder.warn(str(error))
             case msg.Joined():
                 state.is_here, state.has_left = True, False  # its agent was stopped, if it had left
+                state.was_killed = False
                 self.runs.issued = max(self.runs.issued, message.issued)
                 if (
                     self._left_s is not None
@@ -284,6 +285,7 @@ class JobServer:
                 self.resend(rank)
             case msg.Left():
                 state.has_left, state.is_here = True, False
+                state.was_killed = message.killed
                 if self._left_s is None:
                     self._left_s = self._time.now_s()
 
@@ -300,7 +302,7 @@ class JobServer:
         if not self.has_ended and (all_left or late_s > _LAST_REPORTS_S):
             self.has_ended = True
             self._close_mode()
-            self.recorder.close()
+            self.recorder.close(killed=any(state.was_killed for state in self.job.states))
             self._send(0, msg.Summarised())
         self.is_over = all_left
 

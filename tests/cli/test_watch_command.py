@@ -87,6 +87,8 @@ def test_several_jobs_take_a_line_each():
     assert " ".join(lines[1].split()) == "gpt3 26 1.020 s 83.46 W -20.0 +/- 0.3 % 400.0 J - plan 3, certain*"
     assert lines[2].startswith("a-job-wi")
     assert lines[2].rstrip().endswith("ended, certain*")
+    killed = facts_of([*auto_job(), Ended(time=BEGIN, killed=True)])
+    assert rendered(jobs_table([killed]))[1].rstrip().endswith("killed, certain*")
     assert len(rendered(with_footer(jobs_table([facts_of(auto_job())] * 50), "[q] leave", 80))) == 24
 
 
@@ -113,6 +115,7 @@ def test_the_state_of_a_job_is_printed_once_into_a_pipe(run, tmp_path):
     for records, words in (
         (ENDED, "state ended at step 26 plan 3 promised"),
         ([*ONE_ITERATION, Ended(time=BEGIN)], "state ended at step 1 phase training ended before a plan ran"),
+        ([*ONE_ITERATION, Ended(time=BEGIN, killed=True)], "state killed at step 1 phase training ended before"),
     ):
         write(tmp_path, records)
         code, out, _ = run("watch", ".")

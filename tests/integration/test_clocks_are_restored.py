@@ -8,7 +8,7 @@ import psutil
 import pytest
 from frontiers import save_random_plan
 from job import run, run_while, start
-from run_log import wait_until
+from run_log import records, wait_until
 
 from perseus_ds.client.lease import leases
 
@@ -17,6 +17,11 @@ pytestmark = pytest.mark.integration
 
 def block_of(folder):
     return {"mode": "run", "frontier": str(folder / "frontier"), "device": "nvml"}
+
+
+def end_of(folder):
+    """Return the record of the end of a job, or None."""
+    return next((record for record in records(folder / "perseus") if record.get("event") == "end"), None)
 
 
 def assert_was_locked_and_is_restored(stub, output=""):
@@ -41,6 +46,7 @@ def test_agents_alone_request_the_clocks_of_the_plan_and_restore_them_at_the_end
     job = {"environment": stub.environment, "perseus": block_of(tmp_path)}
     finished = run_while(during, tmp_path / "job", 2, **job)
     assert finished.returncode == 0
+    assert not end_of(tmp_path / "job")["killed"]
     assert sorted(loads_driver.values()) == [False, False, True], "only the agent calls the driver"
     assert_was_locked_and_is_restored(stub)
     for gpu, clocks_mhz in zip(stub.gpus, plan.clocks_mhz, strict=True):
@@ -63,6 +69,9 @@ def test_no_clock_stays_locked_however_a_rank_ends(tmp_path, make_stub_nvml, how
     finished = job.result()
     assert finished.returncode != 0, finished.output[-2000:]
     assert_was_locked_and_is_restored(stub, finished.output)
+    if how == "kill":
+        wait_until(lambda: end_of(folder) is not None, "the record of the end")
+        assert end_of(folder)["killed"]
 
 
 @pytest.mark.extended

@@ -229,3 +229,17 @@ def test_a_counter_that_two_ranks_share_is_counted_once(tmp_path, counters, node
     iterations = job.end()
     assert [record.energy_by_rank_j for record in iterations] == [energies_j] * 3
     assert [record.energy_j for record in iterations] == [sum(energies_j)] * 3
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_job_whose_rank_was_killed_has_not_just_ended(tmp_path, killed):
+    job = FakeJob(tmp_path, mode="observe")
+    job.run([1, 2])
+    job.server.receive(0, Left(killed=True))
+    job.server.receive(0, Joined())  # its agent, which was stopped, was wrong
+    job.server.receive(1, Left(killed=killed))
+    job.server.receive(0, Left())
+    job.server.tick()
+    end = list(read_records(tmp_path))[-1]
+    assert end.killed == killed
+    assert end.in_words().startswith("killed. ") == killed

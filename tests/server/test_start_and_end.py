@@ -1,5 +1,6 @@
 """Checks before training, and what a job leaves to other processes and at its end."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -31,14 +32,23 @@ CLOCK_MHZ = 1200
 
 
 @pytest.fixture
-def runtime(tmp_path, stub_of_agents):
-    """Return the only rank of a job under a plan with one clock, with an agent and a server."""
+def frontier_of_one_rank(tmp_path):
+    """The path of a frontier with one plan, which has one clock."""
     plan = FrequencyPlan((STREAM,), ((CLOCK_MHZ,) * len(STREAM),), 1.0, 100.0)
     provenance = Provenance(schedule="1f1b", micro_batches=2, stages=1, blocking_power_w=80, solver="none")
-    frontier = str(Frontier((plan,), 1.0, plan, provenance).save(tmp_path))
+    return str(Frontier((plan,), 1.0, plan, provenance).save(tmp_path))
+
+
+def only_rank(frontier, folder):
+    """Return the only rank of a job under a plan, with an agent and a server."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    block = {"device": "nvml", "mode": "run", "frontier": frontier, "output_dir": str(tmp_path)}
-    runtime = PerseusRuntime.for_loop(block, SCHEDULE, pipeline=[0])
+    block = {"device": "nvml", "mode": "run", "frontier": frontier, "output_dir": str(folder)}
+    return PerseusRuntime.for_loop(block, SCHEDULE, pipeline=[0])
+
+
+@pytest.fixture
+def runtime(frontier_of_one_rank, tmp_path, stub_of_agents):
+    runtime = only_rank(frontier_of_one_rank, tmp_path)
     yield runtime
     runtime.close()
     dist.destroy_process_group()
@@ -74,6 +84,15 @@ def test_forked_processes_leave_the_clock_and_the_agent_to_their_parent(runtime,
     wait_until(lambda: train(runtime) or CLOCK_MHZ in stub_of_agents.gpus[0].changes_mhz(), "the plan's clock")
     runtime.close()
     assert {record.get("event") for record in records(tmp_path)} == {"start", "plan", "end", None}
+
+
+def test_a_process_of_multiprocessing_that_returns_has_not_been_killed(frontier_of_one_rank, tmp_path, stub_of_agents):
+    """Such a process ends without atexit."""
+    rank = multiprocessing.get_context("fork").Process(target=lambda: train(only_rank(frontier_of_one_rank, tmp_path)))
+    rank.start()
+    rank.join()
+    wait_until(lambda: "end" in {record.get("event") for record in records(tmp_path)}, "the end of the job")
+    assert not records(tmp_path)[-1]["killed"]
 
 
 def test_auto_mode_observes_where_it_may_not_set_clocks(tmp_path, caplog):
