@@ -55,6 +55,7 @@ def test_the_relative_time_of_an_order_is_that_to_the_mean_of_the_last_iteration
         found.count(0)
         found.count(1)
     assert found.relative_time(1) == pytest.approx(1.5)
+    assert found.relative_time(2) == 1.0, "nothing is known of this order"
 
 
 def test_measured_iterations_are_saved_and_restored():

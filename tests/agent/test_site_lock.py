@@ -40,3 +40,11 @@ def test_a_constant_clock_that_rises_when_it_is_reset_was_locked(clock_mhz, was_
     notice = check_lock_permission(BusyGpu(clock_mhz, time), time)
     assert ("locked at 1200 MHz" in notice) == was_locked
     assert bool(notice) == was_locked
+
+
+@pytest.mark.parametrize("clock_mhz", [1410, 1395])
+def test_a_gpu_that_reaches_about_its_highest_clock_is_not_observed_any_longer(clock_mhz):
+    time = VirtualTime()
+    begun_s = time.now_s()
+    assert not check_lock_permission(BusyGpu(lambda now_s, is_reset: clock_mhz, time), time)
+    assert time.now_s() == begun_s

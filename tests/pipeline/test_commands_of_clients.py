@@ -23,6 +23,9 @@ class WeightPass(ds.BufferOpInstruction): ...
 class Compress(ds.BufferOpInstruction): ...
 
 
+class WithoutBase(ds.BufferOpInstruction): ...
+
+
 class OwnForward(ds.ForwardPass): ...
 
 
@@ -98,6 +101,12 @@ def test_a_command_derived_from_a_known_one_is_that_one():
 
 NAMES = ("LoadMicroBatch", "ForwardPass", "BackwardOnlyPass", "WeightPass", "SendActivation", "CommitP2P", "Unknown")
 CLASSES = [type(name, (), {}) for name in NAMES]
+
+
+def test_unknown_commands_are_numbered_by_their_own_classes():
+    reader = CommandReader(0, 2, batched=True)
+    found = [reader.read(kind) for kind in (Compress, WithoutBase, Compress)]
+    assert found == [(Other("Compress", 0, 0),), (Other("WithoutBase", 0, 0),), (Other("Compress", 0, 1),)]
 
 
 def command(class_number, phase):

@@ -182,6 +182,11 @@ def test_others_run_as_slow_as_a_straggler_but_never_slower_than_is_worth_it():
     assert stretched_plan(FRONTIER, 3, 9.0) == 29
 
 
+def test_pipelines_that_must_become_faster_run_the_fastest_plan_at_most():
+    assert 0 < stretched_plan(FRONTIER, 9, 0.97) < 9
+    assert stretched_plan(FRONTIER, 9, 0.1) == 0
+
+
 UNTIL = "2030-01-31T08:00:00Z"
 
 

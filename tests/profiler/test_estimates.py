@@ -160,6 +160,17 @@ def test_the_adaptive_sampler_ends_when_no_clock_may_improve_plans():
     assert len(run(sampler, truth("a100-sxm", model.clocks_mhz))) < 0.6 * len(model.clocks_mhz)
 
 
+def test_the_adaptive_sampler_continues_below_the_least_energy_while_passes_save_more_than_waiting_draws():
+    clocks, waiting_w = range(700, 1401, 25), 100.0
+    rows = []
+    for clock in clocks:
+        time_s, effective_j = 1400 / clock, 100.0 * clock / 1400
+        rows.append(Measurement(0, Kind.FORWARD, clock, time_s, effective_j + waiting_w * time_s))
+    profile = StageProfile(rows)
+    assert min(rows, key=lambda row: row.energy_j).clock_mhz > 1300
+    assert min(run(AdaptiveSampler(clocks, blocking_power_w=waiting_w, budget=8), profile)) == 700
+
+
 def test_a_sweep_stops_when_energy_keeps_rising_at_clocks_with_all_rows():
     descending = DEVICES["a100-sxm"].clocks_mhz[::-1][::4]
     profile = truth("a100-sxm", descending)

@@ -14,9 +14,9 @@ FORWARD_S, BACKWARD_S, TRANSFER_S = (0.1, 0.2, 0.3), (0.2, 0.4, 0.5), 0.01
 BUSY_W, WAITING_W = 400.0, 100.0
 
 
-def observed():
+def observed(micro_batches=4):
     """Return a timeline of 1F1B on three ranks, with transfers that include waiting."""
-    dag = Dag.build(one_f_one_b(3, 4))
+    dag = Dag.build(one_f_one_b(3, micro_batches))
 
     def duration_s(work):
         if isinstance(work, Transfer):
@@ -53,6 +53,13 @@ def test_times_transfers_and_tails_are_those_of_the_iteration():
     assert profile.info.fixed_durations.transfer_s["activation", 0, 1] == pytest.approx(TRANSFER_S)
     assert profile.info.rows[0].samples == 4
     assert profile.info.blocking_power_w is None
+
+
+@pytest.mark.parametrize(("micro_batches", "error"), [(1, None), (2, pytest.approx(0.0, abs=1e-9))])
+def test_the_error_of_a_time_is_known_from_two_passes_on(micro_batches, error):
+    profile = observed_profile(file_of(observed(micro_batches)), [], blocking_power_w=None)
+    for row in profile.info.rows:
+        assert row.time_relative_error == error
 
 
 def test_the_power_of_waiting_follows_from_ranks_that_wait_differently():

@@ -1,6 +1,7 @@
 """Rows measured during training: energies by kind, their errors, and ranks combined."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -156,6 +157,12 @@ def test_instructions_with_inputs_of_different_lengths_do_not_stall():
     assert [row.clock_mhz for row in rows] == sorted(clocks)
     for row in rows:
         assert row.energy_j / row.time_s == pytest.approx(model.power_w(row.clock_mhz), rel=0.02)
+
+
+def test_powers_of_waiting_are_pooled_by_their_errors():
+    accurate, other, unknown = WaitingPower(90.0, 0.5), WaitingPower(110.0, 1.0), WaitingPower(500.0, math.inf)
+    assert pooled([accurate, None, other, unknown]) == pytest.approx((94.0, math.sqrt(0.2)))
+    assert pooled([None, unknown]) is None
 
 
 def test_bubbles_of_ranks_together_say_what_a_waiting_gpu_draws():

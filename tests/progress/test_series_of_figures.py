@@ -34,6 +34,12 @@ def test_a_change_of_power_is_between_seconds_without_a_gap(seconds):
     assert by_second(seconds(), (1.0, 900.0)) is None
 
 
+@pytest.mark.parametrize("seconds", [PowerExtremes, lambda: RecentPower(60)])
+def test_a_second_begins_anew_after_an_iteration_of_unknown_energy(seconds):
+    figures = by_second(seconds(), (0.5, 900.0), (1.0, None), (1.0, 100.0), (1.0, 110.0))
+    assert (figures.lowest_w, figures.highest_w) == (100.0, 110.0)
+
+
 def test_the_recent_power_is_that_of_the_last_seconds():
     figures = by_second(RecentPower(2), (1.0, 900.0), (1.0, 100.0), (1.0, 110.0))
     assert (figures.highest_w, figures.change_w) == (110.0, 10.0)

@@ -15,6 +15,14 @@ from perseus_ds.progress.thinning import summed, thin
 VERDICTS = ("unknown", "good", "good", "late")
 
 
+@pytest.mark.parametrize("simulated", [False, True])
+def test_sums_say_that_gpus_are_simulated_only_if_they_are(simulated):
+    records = [started(simulated=simulated)]
+    records += [default_iteration(number).model_copy(update={"simulated": simulated}) for number in range(1, 2000)]
+    sums = [record for record in summed(records) if isinstance(record, SummedIterations)]
+    assert {record.simulated for record in sums} == {simulated}
+
+
 def long_job(seed=0, iterations=3000):
     """Return the records of a job with everything that sums depend on, at random."""
     draw = random.Random(seed)
