@@ -15,7 +15,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from perseus_ds.artifacts.validation import MIB, brief, explain
-from perseus_ds.errors import PerseusError
+from perseus_ds.errors import ConfigError, PerseusError
 
 MOST_TEXT_BYTES = 16 * MIB
 MOST_JSON_BYTES = 64 * MIB
@@ -121,6 +121,14 @@ def has_file(folder: Path, name: str) -> bool:
         return (folder / name).is_file()
     except PermissionError:
         return False
+
+
+def check_is_folder(folder: Path) -> None:
+    """Raise a ConfigError if a folder of runs does not exist, or is one of their files."""
+    if folder.is_file():
+        raise ConfigError(f"{folder}: this is a file; expected a folder, the output_dir of a training run.")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; expected the output_dir of a training run.")
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def _explain(problem: Any, owner: Any, prefix: str) -> str:
-    keys, known = _locate(owner, [str(part)[:_LONGEST_KEY] for part in problem["loc"]])
+    keys, known, deeper = _locate(owner, [str(part)[:_LONGEST_KEY] for part in problem["loc"]])
     found, context, message = problem["input"], problem.get("ctx", {}), problem["msg"]
     if "discriminator" in context:  # the key that selects the member of a union
         keys.append(context["discriminator"].strip("'"))
@@ -106,6 +106,8 @@ def _explain(problem: Any, owner: Any, prefix: str) -> str:
             return f"{key}: missing."
         case "extra_forbidden":
             hint = did_you_mean(keys[-1], known) or f"known keys are {', '.join(known)}."
+            if keys[-1] in deeper:
+                hint = f"did you mean {deeper[keys[-1]]!r}?"
             return f"{key}: unknown key; {hint}"
         case "value_error":
             text = brief(context["error"])
@@ -128,9 +130,12 @@ def _expected_one_of(key: str, choices: str, found: object) -> str:
     return expectation(key, choices, found, did_you_mean(found, re.findall(r"'([^']*)'", choices)))
 
 
-def _locate(owner: Any, location: list[str]) -> tuple[list[str], list[str]]:
-    """Return a location without names of union members, and the known keys at its end."""
-    keys, known = [], []
+def _locate(owner: Any, location: list[str]) -> tuple[list[str], list[str], dict[str, str]]:
+    """Return a location without names of union members, the known keys at its end, and those one level deeper.
+
+    The latter have the path at which they are known, such as ``goal.max_slowdown``.
+    """
+    keys, known, models = [], [], _models(owner)
     for part in location:
         models = _models(owner)
         known = [key for model in models for key in model.model_fields]
@@ -140,7 +145,12 @@ def _locate(owner: Any, location: list[str]) -> tuple[list[str], list[str]]:
             continue
         keys.append(part)
         owner = next((model.model_fields[part].annotation for model in models if part in model.model_fields), owner)
-    return keys, known
+    deeper = {}
+    for model in models:
+        for name, field in model.model_fields.items():
+            for inner in _models(field.annotation):
+                deeper.update({key: f"{name}.{key}" for key in inner.model_fields})
+    return keys, known, deeper
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

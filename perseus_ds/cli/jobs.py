@@ -130,6 +130,10 @@ class SetCommand(JobArguments):
         keys: dict[str, Any] = {key: value for key, value in vars(self).items() if key != "run" and value is not None}
         if self.max_slowdown == NONE:
             keys["max_slowdown"] = None
+        if not keys:
+            raise ConfigError(
+                "no limit is given. Give one, such as --max-slowdown 0.05; `perseus-ds control clear` ends a limit."
+            )
         return _command(self.run, {"command": "set", "goal": keys})
 
 

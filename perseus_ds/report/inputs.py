@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.io import has_file
+from perseus_ds.artifacts.io import check_is_folder, has_file
 from perseus_ds.artifacts.plan import check_instructions
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile, energy_note
 from perseus_ds.artifacts.run_events import Started
@@ -162,8 +162,7 @@ def read(
     their names.
     """
     for named in (folder, *runs):
-        if not named.is_dir():
-            raise ConfigError(f"{named}: no such folder; expected the output_dir of a training run.")
+        check_is_folder(named)
     found = Inputs(folder)
     folders = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     _read_runs(found, list(runs) or [path for path in folders if has_file(path, FILE_NAME)])

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from perseus_ds.artifacts.io import has_file
+from perseus_ds.artifacts.io import check_is_folder, has_file
 from perseus_ds.artifacts.run_events import goal_in_words, limits_in_words
 from perseus_ds.artifacts.run_records import FILE_NAME, RecordFollower
 from perseus_ds.artifacts.run_savings import SavingSummary, against_default_clocks, changes
@@ -94,8 +94,7 @@ class Jobs:
             ConfigError: If there is no job.
         """
         folder = self._folder
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: no such folder; expected the output_dir of a training run.")
+        check_is_folder(folder)
         for path in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
             if path not in self._followers and has_file(path, FILE_NAME):
                 self._followers[path] = JobFollower(path)
@@ -368,7 +367,7 @@ def jobs_table(jobs: Sequence[JobFacts]) -> Table:
             "-" if saving is None else saving.energy,
             "-" if saving is None else joules(saving.saved_j),
             "-" if facts.remaining_s is None else _about(facts.remaining_s),
-            f"{phase}*" if facts.simulated else phase,
+            f"*{phase}" if facts.simulated else phase,
         )
         name = Text(plain(facts.name), no_wrap=True, overflow="ellipsis")
         table.add_row(name, *(Text(plain(cell)) for cell in cells), style="red" if facts.is_silent else "")

@@ -63,7 +63,7 @@ def test_a_time_may_be_given_by_how_much_later_it_is(run, received, later):
     [
         (["set", "--max-slowdown", "5"], "--max-slowdown: expected a fraction below 1, got"),
         (["set", "--watts", "900", "--until", "2030-01-31T08:00:00"], "--until: expected a time with its time zone"),
-        (["set"], "expected keys with values"),
+        (["set"], "no limit is given. Give one, such as --max-slowdown 0.05"),
     ],
 )
 def test_a_wrong_or_incomplete_command_is_not_sent(run, received, words, message):

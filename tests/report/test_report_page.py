@@ -218,6 +218,10 @@ def test_a_folder_with_nothing_in_it_is_an_error_that_says_what_was_expected(tmp
     assert "no run.jsonl, profile.csv or frontier.json" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "no such folder; expected the output_dir" in capsys.readouterr().err
+    (tmp_path / "run.jsonl").touch()
+    for command in (["report"], ["watch", "--once"]):
+        assert main([*command, str(tmp_path / "run.jsonl")]) == 2
+        assert "this is a file; expected a folder" in capsys.readouterr().err
 
 
 def test_names_from_files_cannot_become_html(tmp_path, job):

@@ -15,6 +15,7 @@ def test_enabled_alone_is_a_complete_block():
     ("block", "message"),
     [
         ({"gaol": {}}, "perseus.gaol: unknown key; did you mean 'goal'?"),
+        ({"max_slowdown": 0.05}, "perseus.max_slowdown: unknown key; did you mean 'goal.max_slowdown'?"),
         ({"enabled": "yes"}, "perseus.enabled: expected a valid boolean, got 'yes'"),
         ({"goal": {"finish_by": "2026-11-22T08:00:00", "total_steps": 9}}, "its time zone"),
         ({"goal": {"finish_by": "2026-11-22T08:00:00Z"}}, 'perseus.goal: "finish_by" needs "total_steps"'),
