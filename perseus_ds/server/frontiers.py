@@ -331,4 +331,5 @@ class Planner:
         orders = self._context.orders
         orders.give_up(order, error)
         if all(each.is_given_up for each in orders.known):
+            orders.forget_plans()  # the error ends the mode, and when it restarts, they are planned again
             raise error

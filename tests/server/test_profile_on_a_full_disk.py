@@ -3,7 +3,7 @@
 import errno
 
 from pipelines import one_f_one_b
-from virtual.job import SLOWER
+from virtual.job import SLOWER, WorkerAtOnce
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_events import Failed, ProfileWritten
@@ -50,3 +50,13 @@ def test_a_profile_of_an_earlier_start_that_cannot_be_saved_for_another_order_is
     assert "profile" not in job.train_until("run")
     assert StageProfile.load(job.folder).info.micro_batches == 2
     assert job.events(Failed) == []
+
+
+def test_plans_that_cannot_be_saved_are_computed_again_after_a_pause(start, monkeypatch):
+    job = start(mode="auto", **SLOWER)
+    job.train_until("optimizing")
+    with monkeypatch.context() as full:
+        full.setattr(WorkerAtOnce, "error", "No space left on device")
+        assert job.train(5)[-1] == "observe"
+    assert set(job.train_until("run")) <= {"observe", "optimizing"}
+    assert "No space left" in job.events(Failed)[0].error
