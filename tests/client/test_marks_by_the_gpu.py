@@ -84,7 +84,7 @@ def test_marks_of_an_iteration_arrive_in_the_order_of_the_stream(stub_cuda, shar
     marks = StreamMarks(StreamWrites(shared), 0, TorchCuda(stub_cuda), lambda device: stub_cuda.stream)
     marks.check(memory)
     assert memory.ended == 0
-    memory.slots[5] = 1.5  # of the previous iteration
+    memory.slots[5], memory.slots[6] = 1.5, 2.5  # of the previous iteration, which had more positions
     marks.begin(7, positions=3)
     for slot in range(2):
         marks.mark(slot)
@@ -97,6 +97,7 @@ def test_marks_of_an_iteration_arrive_in_the_order_of_the_stream(stub_cuda, shar
     stub_cuda.synchronize()
     assert memory.marked_s(2) is not None
     assert memory.ended == 7
+    assert memory.slots[6] == 2.5, "only its own marks are cleared"
 
 
 def test_a_gpu_whose_marks_do_not_arrive_is_an_error(stub_cuda, shared):
