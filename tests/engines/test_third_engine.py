@@ -197,5 +197,5 @@ dist.destroy_process_group()
 def test_the_last_iteration_of_a_script_that_does_not_detach_is_recorded(tmp_path):
     command = [sys.executable, "-c", ENDS_WITHOUT_DETACH, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    subprocess.run(command, env=environment, check=True, timeout=run_log.GIVE_UP_S)
+    subprocess.run(command, env=environment, check=True, timeout=run_log.JOB_GIVE_UP_S)
     assert [r["iteration"] for r in run_log.iterations(run_log.records(tmp_path))] == [1, 2, 3]

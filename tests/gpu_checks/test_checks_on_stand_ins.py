@@ -27,7 +27,7 @@ from gpu_checks.stand_ins import StubCudaMachine, VirtualMachine
 from gpu_checks.wheels import NAMES, pins_for
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from run_log import GIVE_UP_S, wait_until
+from run_log import GIVE_UP_S, JOB_GIVE_UP_S, wait_until
 
 from perseus_ds.artifacts.evidence import CheckResult, Machine
 from perseus_ds.client import lease
@@ -292,7 +292,7 @@ def test_wheels_are_those_of_the_python_that_they_are_for(python, numpy):
 @pytest.mark.parametrize("name", ["training", "stages", "closure", "kernels", "overhead", "alarms"])
 def test_the_checks_of_training_are_made_with_the_real_engine(tmp_path, monkeypatch, name):
     """Times are not evaluated, since there is no GPU."""
-    monkeypatch.setitem(CHECKS, name, CHECKS[name]._replace(limit_s=GIVE_UP_S))
+    monkeypatch.setitem(CHECKS, name, CHECKS[name]._replace(limit_s=JOB_GIVE_UP_S))
     result = made_in_a_process(name, tmp_path, HOST)
     facts = [figure for figure in result.figures if figure.name.endswith("the same bits")]
     assert all(figure.value == 1 for figure in facts), result.notes
