@@ -11,7 +11,7 @@ import run_log
 from frontiers import save_random_plan
 from job import DEEPSPEED, SCRIPT, SIMULATED
 from nodes.cluster import CannotBeMadeError, Cluster
-from run_log import wait_until
+from run_log import JOB_GIVE_UP_S, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.extended]
 PORT = 29500
@@ -108,8 +108,8 @@ def report(node, rank):
 
 
 def wait_for(condition, what, processes):
-    """Wait until a condition holds. Fails if a launcher has ended."""
-    wait_until(lambda: condition() or any(p.poll() is not None for p in processes), what)
+    """Wait until a condition holds, within the time of a whole job. Fails if a launcher has ended."""
+    wait_until(lambda: condition() or any(p.poll() is not None for p in processes), what, JOB_GIVE_UP_S)
     for process in processes:
         if process.poll() is not None:
             pytest.fail(f"a launcher has ended: {process.communicate()[0][-4000:]}")
