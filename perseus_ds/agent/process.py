@@ -136,9 +136,11 @@ class Agent:
                 self._exchange_at_s = now_s + _POLL_S
                 self._exchange_messages()
             if self._update_at_s <= now_s or self.terminates:
-                self._update_leases()
-                self._check_server()
-                self.is_over = not self._is_needed()
+                try:
+                    self._update_leases()
+                    self._check_server()
+                finally:
+                    self.is_over = not self._is_needed()
             self._next_s = min(self._update_at_s, self._exchange_at_s, self._follow_marks(now_s))
         except (OSError, RuntimeError):  # too many files or threads: try again
             self._time.sleep(_POLL_S)

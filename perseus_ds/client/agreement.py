@@ -7,6 +7,7 @@ Ranks that are missing are named after 10 s, and in an error after the timeout o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -105,11 +106,13 @@ def await_ranks(
 
 def _leave(store: Any, key: str, timebase: Timebase = REAL_TIME) -> None:
     """Count this rank as one that has read the answer. On rank 0, wait for the others."""
-    readers, look_s, until_s = store.add(key, 1), _FIRST_LOOK_S, timebase.now_s() + _READ_WITHIN_S
-    while dist.get_rank() == 0 and readers < dist.get_world_size() and timebase.now_s() < until_s:
-        timebase.sleep(look_s)
-        look_s = min(2 * look_s, _LAST_LOOK_S)
-        readers = store.add(key, 0)
+    look_s, until_s = _FIRST_LOOK_S, timebase.now_s() + _READ_WITHIN_S
+    with contextlib.suppress(RuntimeError):  # rank 0 may have been killed, and the store with it
+        readers = store.add(key, 1)
+        while dist.get_rank() == 0 and readers < dist.get_world_size() and timebase.now_s() < until_s:
+            timebase.sleep(look_s)
+            look_s = min(2 * look_s, _LAST_LOOK_S)
+            readers = store.add(key, 0)
 
 
 def _next_key(topic: str) -> str:

@@ -120,7 +120,7 @@ class PerseusRuntime:
         self._shown: list[tuple[int, bool]] = []
         self._worked = 0
         atexit.register(self.close)
-        # Processes of multiprocessing, such as those of torch.multiprocessing.spawn, end without atexit.
+        # Processes that multiprocessing forks end without atexit.
         self._at_end = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
     @classmethod

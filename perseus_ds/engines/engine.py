@@ -23,6 +23,7 @@ import gc
 import hashlib
 import json
 import logging
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -192,6 +193,7 @@ class Session:
         self._ended = threading.Event()
         self._waits_for: _PlannedEngine | None = None
         self._at_exit = functools.partial(_end_with_process, weakref.ref(self), os.getpid())
+        self._at_end: multiprocessing.util.Finalize | None = None
         weakref.finalize(self, self._graphs.remove).atexit = False
         _SESSIONS.add(self)
 
@@ -401,6 +403,8 @@ class Session:
         self._ended.set()
         self._graphs.remove()
         atexit.unregister(self._at_exit)
+        if self._at_end is not None:
+            self._at_end.cancel()
         if self.runtime is not None:
             self.runtime.close()
 
@@ -462,7 +466,9 @@ class Session:
         self.runtime = PerseusRuntime.start(self.config, describe, self.engine.read, self.engine.check)
         self.state = SessionState.BETWEEN
         weakref.finalize(self, self.runtime.close).atexit = False
-        atexit.register(self._at_exit)  # called before what the runtime has registered
+        # Both are called before what the runtime has registered.
+        atexit.register(self._at_exit)
+        self._at_end = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=1)
         waiting, self._waiting = self._waiting, []
         for action in waiting:
             action(self.runtime)

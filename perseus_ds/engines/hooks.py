@@ -56,7 +56,8 @@ class Hooks:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                return self._on_error(error)
+                self._on_error(error)
+                return None
 
         return guarded
 

@@ -58,7 +58,7 @@ class JobFacts(_Facts):
     goal: dict[str, Any] | None = Field(description="Keys of the goal that differ from the defaults.")
     starts: int = Field(description="Number of starts of the job.")
     ended: bool = Field(description="Whether it has recorded its end.")
-    killed: bool = Field(description="Whether it has ended because a rank was killed.")
+    killed: bool = Field(description="Whether a rank ended without closing Perseus, such as by SIGKILL.")
     silent_s: float | None = Field(description="Time since the last record of the job.")
     phase: str | None = Field(description="Phase of the last iteration, or activity outside of iterations.")
     next_phase: str | None = Field(description="The next phase.")

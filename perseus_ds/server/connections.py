@@ -3,7 +3,7 @@
 A thread of its own receives and sends messages, and sends heartbeats, so that agents hear the server also while it
 decides for a long time. A server that has not waited for messages for half a minute hangs, and sends no heartbeats
 until it does: agents return to default clocks, and another server replaces it. Only agents with the job's key are
-accepted, and those who give orders by the control key.
+accepted, and those who send commands with the control key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AgentConnections:
     """Receives the messages of agents, and sends messages and heartbeats to them.
 
     Attributes:
-        control_keys: Public and secret key of those who give the job orders from other nodes.
+        control_keys: Public and secret key of those who send the job commands from other nodes.
         agents: The agents that have sent a message.
         received: The agent and the frames of each received message, the oldest first.
     """
@@ -146,7 +146,9 @@ class AgentConnections:
         while not self._closes.is_set():
             is_full = len(self.received) >= _MOST_WAITING
             poller.register(self._socket, 0 if is_full else zmq.POLLIN)
-            left_s = 0.0 if self._outgoing else min(beat_at_s - REAL_TIME.now_s(), _FULL_S if is_full else _HEARTBEAT_S)
+            left_s = min(beat_at_s - REAL_TIME.now_s(), _FULL_S if is_full else _HEARTBEAT_S)
+            if self._outgoing:
+                left_s = 0.0
             poller.poll(math.ceil(1000 * max(0.0, left_s)))
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
@@ -183,7 +185,7 @@ class AgentConnections:
 
 
 class _Keys:
-    """Accepts only the public keys of this job's agents, and of those who give it orders."""
+    """Accepts only the public keys of this job's agents, and of those who send it commands."""
 
     def __init__(self, *public_keys: bytes) -> None:
         self._keys = public_keys

@@ -100,6 +100,11 @@ class Job:
                     f"Rank {rank} runs other operations than rank {first[place.pipeline_rank]}, which has the same "
                     "place in its pipeline: all pipelines of a job have to run the same schedule."
                 )
+            if ranks[rank].key != facts.key:
+                raise ScheduleError(
+                    f"Rank {rank} begins with another order than rank 0: the value that identifies an order, and its "
+                    "repr, must be equal on all ranks."
+                )
         parts = [_parts_of(ranks[rank]) for rank in first]
         info = ProfileInfo(
             simulated=facts.simulated,

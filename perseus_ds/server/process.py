@@ -50,9 +50,9 @@ default clocks. A process that was stopped for longer, and then has many message
 _SWITCH_S = 0.0002
 """Time after which the thread that decides lets another thread continue, if that is waiting [s]. The thread of the
 connections waits once for each message, so Python's 5 ms would add up to seconds with 10 000 ranks."""
-_COLLECTED_AFTER = 700, 10, 1000
-"""Python's thresholds of garbage collections, with fewer complete ones. Each takes 0.3 s with 10 000 ranks, in which
-no thread continues, and finds little, because there are few cycles."""
+_COLLECTED_AFTER = 1000
+"""Number of smaller garbage collections before a complete one (10 by default). A complete one takes 0.3 s with 10 000
+ranks, in which no thread continues, and finds little, because there are few cycles."""
 _RANK = struct.Struct("=I")
 _to_server = msgspec.msgpack.Decoder(ToServer)
 _encode = msgspec.msgpack.Encoder().encode
@@ -263,7 +263,7 @@ def main() -> None:
     """Run the server of a job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
-    gc.set_threshold(*_COLLECTED_AFTER)
+    gc.set_threshold(*gc.get_threshold()[:2], _COLLECTED_AFTER)
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):  # each agent has a connection
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))

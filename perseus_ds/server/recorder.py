@@ -304,12 +304,15 @@ class _Steps:
         """Return a description in one line, with the mean time and energy of a step."""
         sums = self._sums
         text = f"steps {self._first}-{self._last}" if self._first < self._last else f"step {self._last}"
-        text += f": {self._clocks}, {sums.time_s / sums.iterations:.3f} s"
+        text += f": {self._clocks}"
+        if self._plans and sums.known and sums.compared + sums.stalls == sums.iterations:
+            mean = sums.mean()
+            text += f", {sums.stalls} with stalls not counted" if sums.stalls else ""
+            text += f", {mean.time_s:.3f} s, {joules(mean.energy_j)} each"
+            return plain(f"{text} (default clocks: {mean.default_s:.3f} s, {joules(mean.default_j)})")
+        text += f", {sums.time_s / sums.iterations:.3f} s"
         if known := sums.iterations - sums.without_energy:
             text += f", {joules(sums.energy_j / known)} each"
-        if self._plans and sums.known:
-            mean = sums.mean()
-            text += f" (default clocks: {mean.default_s:.3f} s, {joules(mean.default_j)})"
         return plain(text)
 
     @property

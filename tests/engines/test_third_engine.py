@@ -183,19 +183,30 @@ def test_a_gpu_that_cannot_be_used_ends_no_job_unless_it_is_required(tmp_path, m
 
 
 ENDS_WITHOUT_DETACH = """
-import sys, torch.distributed as dist
+import multiprocessing, sys, torch.distributed as dist
 from test_third_engine import Trainer, TrainerEngine, attach_to, parse_block, train
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-trainer = Trainer()
-block = {"mode": "observe", "device": "simulated", "output_dir": sys.argv[1]}
-attach_to(lambda: TrainerEngine(trainer), parse_block(block))
-train(trainer, 3)
-dist.destroy_process_group()
+folder, process = sys.argv[1:]
+
+def main():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trainer = Trainer()
+    block = {"mode": "observe", "device": "simulated", "output_dir": folder}
+    attach_to(lambda: TrainerEngine(trainer), parse_block(block))
+    train(trainer, 3)
+    dist.destroy_process_group()
+
+if process == "script":
+    main()
+else:
+    forked = multiprocessing.get_context("fork").Process(target=main)
+    forked.start()
+    forked.join()
 """
 
 
-def test_the_last_iteration_of_a_script_that_does_not_detach_is_recorded(tmp_path):
-    command = [sys.executable, "-c", ENDS_WITHOUT_DETACH, str(tmp_path)]
+@pytest.mark.parametrize("process", ["script", "forked"])
+def test_the_last_iteration_of_a_process_that_does_not_detach_is_recorded(tmp_path, process):
+    command = [sys.executable, "-c", ENDS_WITHOUT_DETACH, str(tmp_path), process]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     subprocess.run(command, env=environment, check=True, timeout=run_log.JOB_GIVE_UP_S)
     assert [r["iteration"] for r in run_log.iterations(run_log.records(tmp_path))] == [1, 2, 3]

@@ -108,10 +108,7 @@ def test_an_iteration_reaches_the_file_the_monitor_and_the_terminal(tmp_path, re
     assert (second.default_energy_j, second.default_time_s, second.drift, second.clock_skips) == (100.0, 1.0, 0.02, 2)
     assert (end.iterations, end.energy_j, end.under_plans.saved) == (3, 260.0, pytest.approx(0.2))
     step, summary = said(received)[1:3]
-    assert step == (
-        "perseus: steps 1-2: 1 at default clocks, 1 under plan 4, 1.050 s, 90.00 J each "
-        "(default clocks: 1.000 s, 100.0 J)"
-    )
+    assert step == "perseus: steps 1-2: 1 at default clocks, 1 under plan 4, 1.050 s, 90.00 J each"
     assert "end. 3 iterations, 3.200 s, 0.07222 Wh. Under plans (2 iterations): -20.0 +/- 0.3 % energy" in summary
     assert "certain, compared with default clocks by the profile" in summary
 
@@ -126,9 +123,25 @@ def test_lines_about_steps_cover_all_steps_since_the_last_one(tmp_path, received
     recorder.close()
     assert said(received)[1:4] == [
         "perseus: steps 1-3: profiling, 1.000 s, 100.0 J each",
-        "perseus: steps 4-6: 1 at default clocks, 2 under plan 4, 1.067 s, 120.0 J each "
-        "(default clocks: 1.000 s, 100.0 J)",
+        "perseus: steps 4-6: 1 at default clocks, 2 under plan 4, 1.067 s, 120.0 J each",
         "perseus: steps 7-9: plan 4, 1.100 s, 80.00 J each (default clocks: 1.000 s, 100.0 J)",
+    ]
+
+
+def test_a_line_about_steps_compares_the_same_steps(tmp_path, received):
+    recorder = Recorder(tmp_path, simulated=False, send=received.append, steps_per_print=3)
+    recorder.start(Started())
+    checkpoint = seen({"time_s": 31.0, "energy_j": 2000.0}, number=2, run=UNDER_PLAN)
+    for iteration in (under_plan(1), (checkpoint, UNDER_PLAN), under_plan(3)):
+        recorder.add(*iteration, AT_DEFAULT_CLOCKS, GOOD)
+    recorder.add(*under_plan(4))
+    for number in (5, 6):
+        recorder.add(*under_plan(number), AT_DEFAULT_CLOCKS, GOOD)
+    recorder.close()
+    assert said(received)[1:3] == [
+        "perseus: steps 1-3: plan 4, 1 with stalls not counted, 1.100 s, 80.00 J each "
+        "(default clocks: 1.000 s, 100.0 J)",
+        "perseus: steps 4-6: plan 4, 1.100 s, 80.00 J each",
     ]
 
 

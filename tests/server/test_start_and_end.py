@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from frontiers import save_random_plan
 from job_descriptions import TWO_STAGES, described
+from msgspec import structs
 from pipelines import one_f_one_b
 from run_log import records, wait_until
 from virtual.job import SLOWER, VirtualJob
@@ -19,7 +20,7 @@ from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import GpuSettings
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.runtime import PerseusRuntime
-from perseus_ds.errors import ConfigError, FrontierError, GpuPermissionError, PerseusError
+from perseus_ds.errors import ConfigError, FrontierError, GpuPermissionError, PerseusError, ScheduleError
 from perseus_ds.optimizer.worker import OptimizeWorker
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.job_messages import decode_description, encode
@@ -109,6 +110,14 @@ def test_a_job_that_cannot_do_without_clocks_ends_before_training(tmp_path, bloc
     with pytest.raises(GpuPermissionError, match="may not set clocks"):
         VirtualJob(tmp_path, gpu={"may_lock": False}, **block)
     assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_ranks_that_begin_with_different_orders_are_an_error_before_training():
+    description = described()
+    first, second = description.ranks
+    ranks = first, structs.replace(second, key=first.key + 1)
+    with pytest.raises(ScheduleError, match="Rank 1 begins with another order than rank 0"):
+        Job.of(structs.replace(description, ranks=ranks))
 
 
 def server(folder, **block):
