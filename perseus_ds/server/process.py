@@ -47,7 +47,7 @@ the end of the job, such as without the ranks of a lost node, because the next s
 _CATCH_UP_S = 5.0
 """Time in which all received messages must be processed. Otherwise the server discards reports and the job continues at
 default clocks. A process that was stopped for longer, and then has many messages to process, is not slow."""
-_SWITCH_S = 0.0002
+_SWITCH_S = 0.001
 """Time after which the thread that decides lets another thread continue, if that is waiting [s]. The thread of the
 connections waits once for each message, so Python's 5 ms would add up to seconds with 10 000 ranks."""
 _COLLECTED_AFTER = 1000
