@@ -104,13 +104,13 @@ def await_ranks(
     return [bytes(store.get(key)) for key in keys]
 
 
-def _leave(store: Any, key: str, timebase: Timebase = REAL_TIME) -> None:
+def _leave(store: Any, key: str) -> None:
     """Count this rank as one that has read the answer. On rank 0, wait for the others."""
-    look_s, until_s = _FIRST_LOOK_S, timebase.now_s() + _READ_WITHIN_S
+    look_s, until_s = _FIRST_LOOK_S, REAL_TIME.now_s() + _READ_WITHIN_S
     with contextlib.suppress(RuntimeError):  # rank 0 may have been killed, and the store with it
         readers = store.add(key, 1)
-        while dist.get_rank() == 0 and readers < dist.get_world_size() and timebase.now_s() < until_s:
-            timebase.sleep(look_s)
+        while dist.get_rank() == 0 and readers < dist.get_world_size() and REAL_TIME.now_s() < until_s:
+            REAL_TIME.sleep(look_s)
             look_s = min(2 * look_s, _LAST_LOOK_S)
             readers = store.add(key, 0)
 

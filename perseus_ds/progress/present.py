@@ -168,7 +168,7 @@ class Present:
 
     @property
     def was_killed(self) -> bool:
-        """True if the job has ended because a rank was killed."""
+        """True if the job has ended, and a rank of it without closing Perseus."""
         return self.has_ended and self.latest(Ended()).killed
 
     @property

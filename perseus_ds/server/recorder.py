@@ -135,8 +135,13 @@ class Recorder:
             values = ((tag, getattr(record, name)) for tag, name in _MONITOR_TAGS.items())
             figures = tuple((f"{prefix}/{tag}", float(value)) for tag, value in values if value is not None)
             self._send(Observed(figures, seen.messages[0].report.samples))
+        if self._steps_per_print:
+            self._print_in_time(record, self._steps_per_print)
+
+    def _print_in_time(self, record: IterationRecord, steps_per_print: int) -> None:
+        """Add a step to the next line about steps, and print the line if it is due."""
         self._printed_next.add(record)
-        if self._steps_per_print and record.iteration % self._steps_per_print == 0:
+        if record.iteration % steps_per_print == 0:
             self.say(self._printed_next.in_words())
             self._printed_next = _Steps()
 
