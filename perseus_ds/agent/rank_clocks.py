@@ -196,9 +196,7 @@ class RankClocks:
         # A fault has passed before this report.
         is_unknown, self._missed = self._actor.missed != self._missed and not has_failed, self._actor.missed
         refreshes = clocks = b""
-        state = self._state
         if (log := self._log) is not None:
-            state = log.state if log.changes else state
             changes, read = log.changes, log.clocks
             log.changes, log.clocks = [], []
             refreshes = array("d", [value for change in changes for value in change]).tobytes()
@@ -216,8 +214,8 @@ class RankClocks:
             has_failed=has_failed,
             refreshes=refreshes,
             clocks=clocks,
-            temperature_c=state.temperature_c,
-            power_state=state.power_state,
+            temperature_c=self._state.temperature_c,
+            power_state=self._state.power_state,
             **figures,
         )
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from perseus_ds.errors import GpuError
-from perseus_ds.gpu.base import Gpu, GpuState
+from perseus_ds.gpu.base import Gpu
 from perseus_ds.timebase import REAL_TIME, Flag, Timebase
 
 _POLL_S = 5e-4
@@ -40,7 +40,6 @@ class CounterRefreshes:
     Attributes:
         changes: Time [s] and energy [J] of each refresh.
         clocks: Time [s] and clock [MHz] of each reading of the clock.
-        state: State of the GPU at the last refresh of the counter.
         error: Error that stopped the readings, or None.
     """
 
@@ -48,7 +47,6 @@ class CounterRefreshes:
         self._name = gpu
         self.changes: list[tuple[float, float]] = []
         self.clocks: list[tuple[float, int]] = []
-        self.state = GpuState()
         self.error: GpuError | None = None
 
     def readings(self, start_s: float, end_s: float) -> list[tuple[float, float]]:
@@ -130,7 +128,6 @@ class CounterLog(CounterRefreshes):
             self._seen_s.append(now_s)
             with suppress(GpuError):  # AMD's driver reports no clock at times
                 self.clocks.append((now_s, self._gpu.clock_mhz()))
-            self.state = self._gpu.state
             self._on_refresh()
         self._last = now_s, energy_j
 

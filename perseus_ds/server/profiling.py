@@ -327,7 +327,6 @@ class _Measurement:
             message, counter = seen.messages[rank], self._counters[rank]
             counter.changes += pairs(message.refreshes)
             counter.clocks += [(moment_s, int(read_mhz)) for moment_s, read_mhz in pairs(message.clocks)]
-            counter.state = GpuState(message.temperature_c, message.power_state)
         if clock_mhz is not None:
             self._visited_mhz = clock_mhz
             self._visit.append(seen)
@@ -365,8 +364,9 @@ class _Measurement:
             begun_s = seen.messages[rank].begun_s
             found = with_tail(seen.spans(rank), tail_s)
             spans.append([Span(span.operation, begun_s + span.start_s, begun_s + span.end_s) for span in found])
+        state = GpuState(last.messages[rank].temperature_c, last.messages[rank].power_state)
         self._profilers[rank].add(
-            clock_mhz, spans, readings, counter.state, reached_s=reached_s, sizes=self._sizes(rank, visit)
+            clock_mhz, spans, readings, state, reached_s=reached_s, sizes=self._sizes(rank, visit)
         )
         self._refreshes[rank, clock_mhz] += len(readings)
 
