@@ -68,7 +68,9 @@ def test_a_missing_permission_points_to_zeusd(use, stub_nvml):
 
 
 def test_a_zeusd_that_does_not_answer_is_reported(use, stub_nvml, tmp_path):
-    assert "Cannot reach Zeusd" in use(ZEUSD_SOCK_PATH=str(tmp_path / "none.sock")).stderr
+    error = use(ZEUSD_SOCK_PATH=str(tmp_path / "none.sock")).stderr
+    assert error.startswith("GpuBusyError: ")  # it may be restarting, so a clock is set again
+    assert "Cannot reach Zeusd" in error
     assert stub_nvml.locked_clocks_mhz() == [0, 0, 0, 0]
 
 
@@ -137,15 +139,17 @@ def test_zeusd_locks_only_a_gpu_that_is_certainly_the_right_one(use, zeusd, know
 
 
 class AmdNode(list):
-    """Four AMD GPUs with different numbers in HIP and amdsmi. It lists the resets that Zeus performs.
+    """Four AMD GPUs with different numbers in HIP and amdsmi. It lists the locks and resets that Zeus performs.
 
     Attributes:
         name: Product name of the GPUs. Those with odd numbers are the second dies of MI250X.
         clock: What the driver reports as the clock.
+        has_instant_power: Whether it reports more than average power.
     """
 
     name = "MI300X"
     clock = 1700
+    has_instant_power = True
     open_managers = 0
 
 
@@ -181,16 +185,23 @@ def amd_node(monkeypatch):
                     raise common.ZeusGPUNotSupportedError(f"GPU {number} is a chiplet without power monitoring")
                 return value
 
+            def instant(value):
+                if not node.has_instant_power:
+                    raise common.ZeusGPUNotSupportedError("instant power is not supported")
+                return value
+
             node.open_managers += 1
             self.gpus = [
                 SimpleNamespace(
                     handle=number,
                     get_name=lambda: node.name,
                     get_supported_graphics_clocks=lambda: (2100, 500),
+                    set_gpu_locked_clocks=lambda *clocks_mhz: node.append((number, clocks_mhz)),
                     reset_gpu_locked_clocks=lambda: node.append((number, "reset_gpu_locked_clocks")),
                     supports_get_total_energy_consumption=lambda: not is_second_die,
                     get_total_energy_consumption=lambda: of_first_die(1_234_500 + 1000 * number),  # [mJ]
-                    get_instant_power_usage=lambda: of_first_die(487_250),  # [mW]
+                    get_instant_power_usage=lambda: instant(of_first_die(487_250)),  # [mW]
+                    get_average_power_usage=lambda: of_first_die(300_500),
                 )
             ]
 
@@ -216,10 +227,22 @@ def test_the_gpu_that_hip_selects_is_opened_by_its_pci_address(amd_node):
     assert amd_node[-1] == (2, "reset_locked_clocks")
 
 
+def test_an_amd_gpu_is_locked_at_one_clock_of_its_range(amd_node):
+    gpu = open_address("0000:20:00.0")
+    clocks_mhz = gpu.supported_clocks_mhz()
+    assert (clocks_mhz[0], clocks_mhz[1], clocks_mhz[-1]) == (500, 525, 2100)
+    gpu.lock_clock(1200)
+    with pytest.raises(GpuError, match="1201 MHz is not one of its clocks"):
+        gpu.lock_clock(1201)
+    assert amd_node == [(2, (1200, 1200))]
+
+
 def test_energy_and_power_of_an_amd_gpu_are_in_joules_and_watts(amd_node):
     gpu = open_address("0000:20:00.0")
     assert gpu.energy_j() == 1236.5
     assert gpu.power_w() == 487.25
+    amd_node.has_instant_power = False  # as on MI210
+    assert gpu.power_w() == 300.5
 
 
 def test_the_library_of_an_amd_gpu_stays_open_while_the_gpu_is_used(amd_node):

@@ -227,8 +227,10 @@ int nvmlDeviceGetPciInfo_v3(struct gpu *gpu, struct pci_info *info) {
 
 int nvmlDeviceGetMigMode(struct gpu *gpu, unsigned *current, unsigned *pending) {
     int error = call(gpu, MIG_MODE);
-    if (!error) *current = *pending = gpu->mig_enabled;
-    return error;
+    if (error) return error;
+    *current = gpu->mig_enabled;
+    *pending = !gpu->mig_enabled; /* a change waits for a reset of the GPU */
+    return SUCCESS;
 }
 
 int nvmlDeviceGetSupportedMemoryClocks(struct gpu *gpu, unsigned *count, unsigned *clocks) {
@@ -248,7 +250,7 @@ int nvmlDeviceGetSupportedGraphicsClocks(struct gpu *gpu, unsigned memory_mhz, u
 int nvmlDeviceSetGpuLockedClocks(struct gpu *gpu, unsigned lowest_mhz, unsigned highest_mhz) {
     int error = call(gpu, SET_LOCKED);
     if (error) return error;
-    if (lowest_mhz > highest_mhz) return INVALID_ARGUMENT;
+    if (lowest_mhz != highest_mhz) return INVALID_ARGUMENT; /* NVML accepts ranges, which no plan has */
     change_clock(gpu, highest_mhz);
     return SUCCESS;
 }
