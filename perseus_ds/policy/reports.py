@@ -50,9 +50,10 @@ class RankReports:
     Attributes:
         pipeline: Data-parallel pipeline of each rank.
         energy_j: Energy of the GPU [J]. NaN if it cannot be read, and 0 if it is that of another rank.
+        FIGURES: By name, a function that gets the figure from the report of a rank.
     """
 
-    _FIGURES = _figures()
+    FIGURES = _figures()
 
     def __init__(
         self,
@@ -73,14 +74,14 @@ class RankReports:
         self.energy_j = energy_j if counts_energy is None else np.where(counts_energy, energy_j, 0.0)
 
     def __getattr__(self, name: str) -> Floats:
-        if name not in self._FIGURES:
+        if name not in self.FIGURES:
             raise AttributeError(f"no figure of a rank's report is named {name}")
         values = self._of_all(name)
         setattr(self, name, values)  # it is made once
         return values
 
     def _of_all(self, name: str) -> Floats:
-        return np.array([*map(self._FIGURES[name], self._messages)], np.float64)
+        return np.array([*map(self.FIGURES[name], self._messages)], np.float64)
 
     def by_pipeline(self, of_ranks: Floats) -> Floats:
         """Return the largest value of each pipeline, shape (pipelines,)."""

@@ -367,6 +367,7 @@ def _combined_figures() -> Iterator[tuple[str, OfRanks]]:
     for name, field in IterationRecord.model_fields.items():
         for how in field.metadata:
             if isinstance(how, OfRanks):
+                assert how.figure in RankReports.FIGURES, f"{name}: no report of a rank has {how.figure}"
                 yield name, how
 
 

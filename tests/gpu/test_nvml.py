@@ -4,6 +4,7 @@ import pynvml
 import pytest
 
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
+from perseus_ds.gpu.base import GpuState
 from perseus_ds.gpu.nvml import NvmlGpu, index_of_cuda_device, index_of_uuid
 
 
@@ -179,6 +180,13 @@ def test_the_power_limit_of_a_gpu_is_not_that_of_its_module(stub_nvml_here, stub
     gpu.set_field(pynvml.NVML_FI_DEV_POWER_CURRENT_LIMIT, 1_400_000)
     assert NvmlGpu(0, stub_time).power_limit_w() == 1400.0
     assert NvmlGpu(1, stub_time).power_limit_w() == 400.0
+
+
+def test_the_state_is_what_the_driver_reports(stub_nvml_here):
+    gpu = NvmlGpu(1)
+    assert gpu.state == GpuState(temperature_c=None, power_state="P0")
+    stub_nvml_here.gpus[1].temperature_c, stub_nvml_here.gpus[1].power_state = 61, 2
+    assert gpu.state == GpuState(temperature_c=61.0, power_state="P2")
 
 
 def test_power_is_the_gpus_average_if_its_current_power_is_hidden(stub_nvml_here, stub_time):

@@ -28,7 +28,7 @@ FUNCTIONS = (
     "init", "shutdown", "driver_version", "count", "by_index", "uuid", "name", "pci_info",
     "memory_clocks", "graphics_clocks", "set_locked", "reset_locked", "clock_info", "energy", "power", "reasons",
     "mig_mode", "application_clock", "default_application_clock", "power_limit", "default_power_limit",
-    "power_profiles", "enforced_power_limit", "fields", "c2c_mode", "power_state",
+    "power_profiles", "enforced_power_limit", "fields", "c2c_mode", "power_state", "temperature",
 )  # fmt: skip
 ERRORS = {
     "none": 0, "not_supported": 3, "no_permission": 4, "driver_not_loaded": 9, "timeout": 10, "function_not_found": 13,
@@ -57,6 +57,7 @@ class StubGpu(ctypes.Structure):
         ("default_application_clock_mhz", ctypes.c_uint32), ("power_profiles", ctypes.c_uint32 * 8),
         ("field_count", ctypes.c_uint32), ("counter_leaves_module_out", ctypes.c_uint32),
         ("locked_memory_clock_mhz", ctypes.c_uint32), ("power_state", ctypes.c_uint32),
+        ("temperature_c", ctypes.c_uint32),
         ("has_processor", ctypes.c_uint32), ("hides_gpu_power", ctypes.c_uint32),
         ("_values", _Field * MAX_FIELDS),
         ("throttle_reasons", ctypes.c_uint64),

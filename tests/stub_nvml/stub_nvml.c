@@ -25,7 +25,7 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
 enum function { INIT, SHUTDOWN, DRIVER_VERSION, COUNT, BY_INDEX, UUID, NAME, PCI_INFO, MEMORY_CLOCKS,
                 GRAPHICS_CLOCKS, SET_LOCKED, RESET_LOCKED, CLOCK_INFO, ENERGY, POWER, REASONS, MIG_MODE,
                 APPLICATION_CLOCK, DEFAULT_APPLICATION_CLOCK, POWER_LIMIT, DEFAULT_POWER_LIMIT, POWER_PROFILES,
-                ENFORCED_POWER_LIMIT, FIELDS, C2C_MODE, POWER_STATE, FUNCTIONS };
+                ENFORCED_POWER_LIMIT, FIELDS, C2C_MODE, POWER_STATE, TEMPERATURE, FUNCTIONS };
 
 struct change {
     double at_s; /* CLOCK_MONOTONIC, or virtual */
@@ -49,6 +49,7 @@ struct gpu {
     uint32_t field_count, counter_leaves_module_out;
     uint32_t locked_memory_clock_mhz; /* 0: not locked */
     uint32_t power_state; /* 8 for P8 */
+    uint32_t temperature_c; /* 0: not reported */
     uint32_t has_processor, hides_gpu_power; /* on the same module; fields only report the power of the module */
     struct field fields[MAX_FIELDS];
     uint64_t throttle_reasons;
@@ -333,6 +334,15 @@ int nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(struct gpu *gpu, struct pow
         if (!error) *mhz = domain == 2 ? memory_clock_mhz(gpu) : sm_mhz; \
         return error; \
     }
+
+int nvmlDeviceGetTemperature(struct gpu *gpu, int sensor, unsigned *celsius) {
+    int error = call(gpu, TEMPERATURE);
+    if (error) return error;
+    if (!gpu->temperature_c) return NOT_SUPPORTED;
+    if (sensor != 0) return INVALID_ARGUMENT; /* NVML_TEMPERATURE_GPU is the only one */
+    *celsius = gpu->temperature_c;
+    return SUCCESS;
+}
 
 TEXT(nvmlDeviceGetUUID, UUID, gpu->uuid)
 TEXT(nvmlDeviceGetName, NAME, gpu->name)
