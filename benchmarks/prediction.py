@@ -33,7 +33,7 @@ from perseus_ds.units import percent, plain  # noqa: E402
 Figures = dict[str, float]
 """Deviations as fractions, by name."""
 
-MEGATRON_JOB = Path(__file__).resolve().parents[1] / "tests" / "support" / "megatron_job.py"
+MEGATRON_JOB = Path(__file__).resolve().parents[1] / "tests" / "integration" / "megatron_job.py"
 STRAGGLER = 1.2
 LATER = 100_000
 

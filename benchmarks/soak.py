@@ -29,11 +29,11 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "support")]
+sys.path[:0] = [str(TESTS), *(str(TESTS / folder) for folder in ("support", "server", "integration"))]
 
+from hostile_day import HostileDay  # type: ignore[import-not-found]  # noqa: E402
 from hostile_ranks import RANKS, HostileRanks  # type: ignore[import-not-found]  # noqa: E402
 from stub_nvml.controller import StubNvml, build  # type: ignore[import-not-found]  # noqa: E402
-from virtual.hostile_day import HostileDay  # type: ignore[import-not-found]  # noqa: E402
 
 
 def virtual(folder: Path, seed: int, minutes: float) -> list[str]:

@@ -3,10 +3,11 @@
 import math
 
 import pytest
+from hostile_gpu import MOODS, HostileGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual.agent import actor_of
-from virtual.gpu import HostileGpu, RecordingGpu, set_clock
+from virtual.gpu import RecordingGpu, set_clock
 from virtual.time import VirtualTime
 
 from perseus_ds.agent.actor import GpuActor
@@ -24,11 +25,6 @@ BUSY = GpuBusyError("the driver did not answer in time")
 @pytest.fixture
 def gpu(now):
     return RecordingGpu.named("a100-sxm", lock_latency_s=LATENCY_S, timebase=now)
-
-
-@pytest.fixture
-def told():
-    return []
 
 
 @pytest.fixture
@@ -327,7 +323,6 @@ def test_an_agent_that_replaces_another_one_resets_its_gpus_at_once(record, time
     assert gpu.set_at == [(None, 0.0)]
 
 
-MOODS = st.sampled_from(["well", "well", "hangs", "refuses", "busy", "fails although it takes effect", "mistake"])
 ACTIONS = st.sampled_from(["lock", "lock lower", "default", "read", "reset", "update", "replace"])
 PAUSES_S = st.sampled_from([0.0, 0.005, 0.1, 1.0, 5.0])
 

@@ -62,9 +62,9 @@ class RankAndAgent:
         return [(clock_mhz, round(at_s - begun_s, 6)) for clock_mhz, at_s in self.actor.made[first:]]
 
 
-def followed(clocks_mhz, serial=1):
+def followed(clocks_mhz):
     spans_s = tuple((PASS_S * number, PASS_S * number + PASS_S) for number in range(len(clocks_mhz)))
-    return Follow(Program(0, clocks_mhz[0], clocks_mhz, spans_s, PASS_S * len(clocks_mhz)), serial, 0, 0, "run")
+    return Follow(Program(0, clocks_mhz[0], clocks_mhz, spans_s, PASS_S * len(clocks_mhz)), 1, 0, 0, "run")
 
 
 @settings(deadline=None, max_examples=20)

@@ -1,9 +1,9 @@
 """Whatever the order of programs, marks, errors, signals and ends, a rank leaves its GPU at the default clock."""
 
+from hostile_gpu import MOODS, HostileGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual.agent import actor_of
-from virtual.gpu import HostileGpu
 from virtual.time import VirtualTime
 
 from perseus_ds.agent.rank_clocks import RankClocks
@@ -11,9 +11,6 @@ from perseus_ds.protocol.job_messages import Follow, Program
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, RankMemory
 
 PASSES = 3
-MOODS = st.sampled_from(
-    ["well", "well", "well", "hangs", "refuses", "busy", "fails although it takes effect", "mistake"]
-)
 OF_THE_RANK = ["begin", "mark", "mark", "mark", "end", "unmarked", "other program", "idle", "pause", "nothing"]
 ACTIONS = st.sampled_from(
     [*OF_THE_RANK, "program", "one clock", "log of the counter", "server is lost", "stall", "signal"]

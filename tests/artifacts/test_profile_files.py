@@ -69,11 +69,12 @@ def test_meraks_ranks_are_combined_to_the_slowest_time_and_the_mean_energy(csv_f
     assert second == Measurement(0, Kind.FORWARD, 1400, 0.05 + 0.01, 31.5)
 
 
-def ragged(slow_mhz, fast_mhz, kinds=("forward", "backward")):
+def ragged(slow_mhz, fast_mhz):
     """Return Merak's rows of a stage on two ranks, the first 40 % slower, and of a second stage."""
     lines = ["rank,dp_rank,pp_rank,tp_rank,stage,instruction,frequency,time,energy"]
     for rank, stage, slower, clocks in ((0, 0, 1.4, slow_mhz), (1, 0, 1.0, fast_mhz), (2, 1, 1.0, fast_mhz)):
-        lines += [f"{rank},{rank},{stage},0,{stage},{k},{c},{slower * 28 / c},10" for k in kinds for c in clocks]
+        for kind in ("forward", "backward"):
+            lines += [f"{rank},{rank},{stage},0,{stage},{kind},{mhz},{slower * 28 / mhz},10" for mhz in clocks]
     return "\n".join(lines) + "\n"
 
 

@@ -43,9 +43,9 @@ def facts_of(records):
     return facts_at(records, BEGIN + 40)
 
 
-def rendered(view, *, width=80, height=24, encoding="utf-8", **options):
+def rendered(view, *, encoding="utf-8", **options):
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    console = Console(file=file, width=width, height=height, force_terminal=True, color_system=None, **options)
+    console = Console(file=file, width=80, height=24, force_terminal=True, color_system=None, **options)
     console.print(view)
     file.flush()
     return file.buffer.getvalue().decode(encoding).splitlines()

@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 import torch
+from engines_on_virtual_cuda import cuda_of_engines
 from one_rank_engine import batches, config, module, one_rank
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleGPipe
-from virtual.engines import cuda_of_engines
 
 import perseus_ds
 from perseus_ds.client import operations

@@ -9,7 +9,7 @@ from virtual.gpu import AveragingGpu
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.energy_counter import CounterLog, CounterRefreshes, answer_to_a_step, with_energy
 from perseus_ds.gpu.nvml import NvmlGpu
-from perseus_ds.simulation.device_models import DEVICES
+from perseus_ds.simulation.device_models import COMPUTE_BOUND, DEVICES
 from perseus_ds.simulation.gpu import SimulatedGpu
 
 A100 = DEVICES["a100-sxm"]
@@ -146,7 +146,10 @@ def test_an_older_driver_reports_only_average_power(stub_nvml_here):
 def test_the_time_for_which_a_counter_includes_earlier_power_is_measured(now, period_s, average_s):
     gpu = AveragingGpu.named("a100-sxm", timebase=now, counter_period_s=period_s)
     gpu.average_s = average_s
-    gpu.run_for(3.0)
+    gpu.energy_j()  # at the beginning of its average
+    gpu.begin_work(COMPUTE_BOUND)
+    gpu.finish_work(3.0)
+    gpu.energy_j()
     ended_s = now.now_s()
     with CounterLog(gpu, now) as log:
         now.sleep(3.0)

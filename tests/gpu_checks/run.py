@@ -124,7 +124,7 @@ def write_evidence(folder):
         (folder / "evidence.html").write_text(evidence_page(evidence), encoding="utf-8")
 
 
-def main(chosen, folder=ROOT / "runs" / "gpu"):
+def main(chosen):
     """Run the checks, and write all results, including earlier ones, after each of them."""
     from gpu_checks.machine import why_no_gpu
 
@@ -134,7 +134,7 @@ def main(chosen, folder=ROOT / "runs" / "gpu"):
     if reason := why_no_gpu():
         print(f"make test-gpu: skipped, {reason}.")
         return 0
-    failed = 0
+    failed, folder = 0, ROOT / "runs" / "gpu"
     for name, check in CHECKS.items():
         if not chosen or name in chosen:
             print(f"{check.title} ...", flush=True)

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, constants
 from one_rank_engine import one_rank
 from run_log import GIVE_UP_S
 from safetensors.torch import load_file, save_file
-from tiny_models import families, tiny, tiny_with_images, token_ids
+from tiny_models import SIZES, families, tiny, token_ids
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -467,6 +467,18 @@ def test_a_model_without_a_plan_or_that_cannot_be_read_says_what_to_do(tmp_path)
         read_config(GPT2Config())
     with pytest.raises(ConfigError, match="hub"):
         read_config(tmp_path / "nothing")
+
+
+def tiny_with_images(config):
+    """Return the configuration of a tiny model with a text model and an unused part for images."""
+    whole = config()
+    text, vision = type(whole.text_config), type(whole.vision_config)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    sizes |= {"num_hidden_layers": 1, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "head_dim": 8}
+    return config(
+        text_config=text(**{name: size for name, size in SIZES.items() if name in dir(whole.text_config)}),
+        vision_config=vision(**{name: size for name, size in sizes.items() if name in dir(whole.vision_config)}),
+    )
 
 
 @pytest.mark.parametrize("kind", [Gemma3Config, Mistral3Config, Qwen3_5MoeConfig])

@@ -46,8 +46,8 @@ def iterations(folder):
     return len(run_log.iterations(run_log.records(folder)))
 
 
-def finished(process, output=None):
-    output = output or process.communicate(timeout=run_log.JOB_GIVE_UP_S)[0]
+def finished(process):
+    output = process.communicate(timeout=run_log.JOB_GIVE_UP_S)[0]
     assert process.returncode == 0, output[-4000:]
     return output
 

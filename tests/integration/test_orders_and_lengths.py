@@ -24,9 +24,9 @@ def on_deepspeed(folder, simulated, *, steps, until=None, **job):
     return planned.records()
 
 
-def by_script(script, folder, job, simulated=SHORT, **end):
+def by_script(script, folder, job, **end):
     """Train with another engine, with and without Perseus, assert equal bits, and return the records."""
-    auto = {**job, **end, "perseus": block_in(folder, "auto", goal=GOAL, simulated=simulated)}
+    auto = {**job, **end, "perseus": block_in(folder, "auto", goal=GOAL)}
     for of_rank in run_jobs(folder, 2, script, {"auto": auto, "without": job}):
         assert_untouched(of_rank)
     return records(folder / "auto")
@@ -55,10 +55,10 @@ def test_counts_that_alternate_on_megatron(tmp_path):
     assert_each_count_has_a_plan(by_script(megatron_script, tmp_path, job, until=["run", 50]))
 
 
-def mixed(sizes, micro_batches=2):
-    """Return the sizes of the micro-batches of each step."""
+def mixed(sizes):
+    """Return the sizes of the two micro-batches of each step."""
     draw = random.Random(3)
-    return [[draw.choice(sizes) for _ in range(micro_batches)] for _ in range(400)]
+    return [[draw.choice(sizes), draw.choice(sizes)] for _ in range(400)]
 
 
 def assert_one_profile_and_plans(found):

@@ -14,13 +14,10 @@ from perseus_ds.pipeline.schedule import Compute, Schedule
 SPLIT = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-def split_schedule(stages: int, micro_batches: int = 1) -> Schedule:
-    """Return a schedule with one stage per rank, split backwards and no transfers."""
-    streams = [
-        [Compute(Instruction(stage, kind, m)) for m in range(micro_batches) for kind in SPLIT]
-        for stage in range(stages)
-    ]
-    return Schedule("split", micro_batches, tuple(map(tuple, streams)))
+def split_schedule(stages: int) -> Schedule:
+    """Return a schedule of one micro-batch with one stage per rank, split backwards and no transfers."""
+    streams = [tuple(Compute(Instruction(stage, kind, 0)) for kind in SPLIT) for stage in range(stages)]
+    return Schedule("split", 1, tuple(streams))
 
 
 def totals(profile, clock_mhz):

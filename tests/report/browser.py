@@ -41,10 +41,8 @@ class Browser:
         """Wait until a condition is true, however long that takes."""
         wait_until(lambda: self.js(condition), condition)
 
-    def resize(self, width, height=900):
-        self.cdp(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 900
-        )
+    def resize(self, width):
+        self.cdp("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 900)
         self.wait_for(f"return window.innerWidth === {width}")
         self.settle()
 

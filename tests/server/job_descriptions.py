@@ -45,10 +45,8 @@ def description(folder, **block):
     return encode(described(output_dir=str(folder), **block))
 
 
-def request(folder, *, epoch=0, output_dir="", public_key=b"", **block):
+def request(folder, *, public_key=b"", **block):
     """Return a request for a server on this machine."""
     server_key, server_secret = zmq.curve_keypair()
     public_key = public_key or zmq.curve_keypair()[0]
-    return ServerRequest(
-        description(folder, **block), "127.0.0.1", 0, epoch, server_key, server_secret, public_key, output_dir
-    )
+    return ServerRequest(description(folder, **block), "127.0.0.1", 0, 0, server_key, server_secret, public_key)

@@ -1,8 +1,8 @@
 """Ranks return to default clocks after a fault, and run under plans again when it is over."""
 
 import pytest
+from hostile_day import HostileDay
 from virtual.gpu import DRIVER_FAULTS, FaultyGpu
-from virtual.hostile_day import HostileDay
 from virtual.job import VirtualJob
 
 from perseus_ds.artifacts.run_events import Failed, Recovered

@@ -152,8 +152,8 @@ def recorded(job, name, begin=0, end=None):
     return [getattr(record, name) for record in job.iterations[begin:end]]
 
 
-def true(job, name, begin=0, end=None):
-    return [getattr(each, name) for each in job.truth[begin:end]]
+def true(job, name):
+    return [getattr(each, name) for each in job.truth]
 
 
 def pairs_of(job, name):

@@ -15,29 +15,24 @@ from pipelines import one_f_one_b
 from run_log import records, wait_until
 from virtual.job import SLOWER, VirtualJob
 
-from perseus_ds.artifacts.frontier import Frontier, Provenance
-from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import GpuSettings
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.errors import ConfigError, FrontierError, GpuPermissionError, PerseusError, ScheduleError
 from perseus_ds.optimizer.worker import OptimizeWorker
-from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.protocol.job_messages import decode_description, encode
 from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
 
 SCHEDULE = one_f_one_b(ranks=1, micro_batches=2)
-STREAM = tuple(i for i in SCHEDULE.instructions[0] if i.kind is not Kind.TAIL)
 CLOCK_MHZ = 1200
 
 
 @pytest.fixture
 def frontier_of_one_rank(tmp_path):
     """The path of a frontier with one plan, which has one clock."""
-    plan = FrequencyPlan((STREAM,), ((CLOCK_MHZ,) * len(STREAM),), 1.0, 100.0)
-    provenance = Provenance(schedule="1f1b", micro_batches=2, stages=1, blocking_power_w=80, solver="none")
-    return str(Frontier((plan,), 1.0, plan, provenance).save(tmp_path))
+    save_random_plan(tmp_path, SCHEDULE, clocks_mhz=[CLOCK_MHZ], simulated=False)
+    return str(tmp_path)
 
 
 def only_rank(frontier, folder):

@@ -82,9 +82,9 @@ class StubGpu(ctypes.Structure):
         """Make a function block until a call with ``hangs=False``."""
         self._hang[FUNCTIONS.index(function)] = hangs
 
-    def set_field(self, number: int, value: int, scope: int = 0) -> None:
-        """Set the value of an NVML field by number and scope."""
-        self._values[self.field_count] = _Field(number, scope, value)
+    def set_field(self, number: int, value: int) -> None:
+        """Set the value of an NVML field by number."""
+        self._values[self.field_count] = _Field(number, 0, value)
         self.field_count += 1
 
     def _last_changes(self) -> list[_Change]:
@@ -142,9 +142,7 @@ class StubNvml:
         memory: Folder of agents and records of locked clocks, which replaces the node's folder in memory.
     """
 
-    def __init__(
-        self, library: Path, state_file: Path, gpu_count: int, clocks_mhz: Sequence[int] = A100_CLOCKS_MHZ
-    ) -> None:
+    def __init__(self, library: Path, state_file: Path, gpu_count: int) -> None:
         if ctypes.CDLL(str(library)).stubStateSize() != ctypes.sizeof(_State):
             raise AssertionError("controller.py and stub_nvml.c disagree about the layout of the shared state")
         state_file.write_bytes(bytes(ctypes.sizeof(_State)))
@@ -155,7 +153,7 @@ class StubNvml:
         self._state.gpu_count = gpu_count
         self.gpus = [self._state.gpus[index] for index in range(gpu_count)]
         for index, gpu in enumerate(self.gpus):
-            _fill(gpu, index, clocks_mhz)
+            _fill(gpu, index)
         search = os.pathsep.join(filter(None, [str(library.parent), os.environ.get("LD_LIBRARY_PATH")]))
         # Each test is its own node, with its own agents and records of locked clocks.
         self.memory = state_file.parent / "memory"
@@ -229,16 +227,16 @@ class StubNvml:
         )
 
 
-def _fill(gpu: StubGpu, index: int, clocks_mhz: Sequence[int]) -> None:
+def _fill(gpu: StubGpu, index: int) -> None:
     gpu.uuid = f"GPU-{index}b6c4a7e-5d21-4f3e-9a10-00000000000{index}".encode()
     gpu.name = b"NVIDIA A100-SXM4-80GB (stub)"
     gpu.bus_id = f"00000000:{index + 16:02X}:00.0".encode()
-    gpu.clock_count = len(clocks_mhz)
-    gpu.clocks_mhz[: len(clocks_mhz)] = sorted(clocks_mhz, reverse=True)
+    gpu.clock_count = len(A100_CLOCKS_MHZ)
+    gpu.clocks_mhz[: len(A100_CLOCKS_MHZ)] = sorted(A100_CLOCKS_MHZ, reverse=True)
     gpu.memory_clock_count = 2
     gpu.memory_clocks_mhz[:2] = [1593, 405]
     gpu.has_energy_counter = 1
     gpu.counter_period_s = 0.1
     gpu.power_w = 250.0
-    gpu.application_clock_mhz = gpu.default_application_clock_mhz = max(clocks_mhz)
+    gpu.application_clock_mhz = gpu.default_application_clock_mhz = max(A100_CLOCKS_MHZ)
     gpu.power_limit_w = gpu.default_power_limit_w = 400.0

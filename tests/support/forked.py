@@ -18,11 +18,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from run_log import JOB_GIVE_UP_S
 
@@ -94,7 +95,8 @@ def _rank(folder: Path, log: Path, command: Sequence[str], environment: dict[str
     descriptor = os.open(log, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    live_in(environment)
+    # The linker read this process's variables at its start, so only its children find the stub driver, such as agents.
+    os.environ.update(environment)
     os.chdir(folder)
     sys.argv = list(command)
     # With "forkserver", each worker of a data loader would wait for its own server.
@@ -109,7 +111,7 @@ def fork(target: Callable[..., object], *arguments: Any) -> BaseProcess:
     """Start a copy of a process that has imported torch and DeepSpeed, which calls a function."""
     process = _CONTEXT.Process(target=_call, args=(os.environ.get("PYTHONPATH", ""), target, arguments))
     # The first call starts the process to copy: its imports read the first variable and are found through the second.
-    with _environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}):
+    with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}):
         process.start()
     return process
 
@@ -117,25 +119,6 @@ def fork(target: Callable[..., object], *arguments: Any) -> BaseProcess:
 def _call(python_path: str, target: Callable[..., object], arguments: Sequence[Any]) -> None:
     os.environ["PYTHONPATH"] = python_path
     target(*arguments)
-
-
-def live_in(environment: Mapping[str, str]) -> None:
-    """Set environment variables in this process, which its children inherit.
-
-    The linker read this process's variables at its start, so it does not find the stub driver; only agents may call it.
-    """
-    os.environ.update(environment)
-
-
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def free_port() -> int:

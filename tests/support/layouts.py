@@ -18,7 +18,7 @@ CLOCKS = {1000: (1.3, 200.0), 1400: (1.0, 350.0)}
 """Factor on the times of passes, and their power [W], by clock."""
 
 
-def layout_of(*stages: str, engine: Any = "megatron", parameters: dict[str, int] | None = None) -> Layout:
+def layout_of(*stages: str, parameters: dict[str, int] | None = None) -> Layout:
     """Return a layout of stages such as ``"Edd"``.
 
     Letters are the first ones of kinds, except ``M`` for MTP.
@@ -26,7 +26,7 @@ def layout_of(*stages: str, engine: Any = "megatron", parameters: dict[str, int]
     kinds = {"E": "embedding", "d": "dense", "m": "moe", "M": "mtp", "h": "head"}
     sizes = parameters or {}
     return Layout(
-        engine=engine,
+        engine="megatron",
         stages=[[Part(kind=kinds[k], parameters=sizes.get(kinds[k], 0)) for k in stage] for stage in stages],
     )
 

@@ -80,9 +80,9 @@ def write(folder, records):
     (folder / "run.jsonl").write_text("".join(map(to_line, records)), encoding="utf-8")
 
 
-def facts_at(records, now, name="gpt3"):
+def facts_at(records, now):
     """Return the facts of the current job of records at a time [Unix seconds]."""
-    return facts_of(fold(records).current, name, now)
+    return facts_of(fold(records).current, "gpt3", now)
 
 
 def end_after(records):

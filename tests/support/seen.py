@@ -13,9 +13,9 @@ OF_CLIENT = set(msg.Report.__struct_fields__)
 NAMES = {"clock_changes": "changes", "clock_skips": "skips", "failed": "has_failed"}
 
 
-def reports_of(*fields, pipelines=None):
+def reports_of(*fields):
     """Return the reports of ranks, one for each dict of fields."""
-    return RankReports(messages_of(*fields), np.array(pipelines or [0] * len(fields)))
+    return RankReports(messages_of(*fields), np.zeros(len(fields), int))
 
 
 def messages_of(*fields, number=1, begun_s=0.0, **of_all):
@@ -37,7 +37,6 @@ def seen(
     pipelines=None,
     spans=None,
     begun_s=0.0,
-    memory_bytes=0,
     drift=None,
     order=None,
 ):
@@ -56,8 +55,7 @@ def seen(
     order = Order(0, job=None) if order is None else order
     streams = [tuple(span.operation for span in own) for own in spans or ()]
     places = [{operation: place for place, operation in enumerate(stream)} for stream in streams]
-    of_all = {"samples": 8 * number, "memory_bytes": memory_bytes}
-    messages = messages_of(*fields, number=number, begun_s=begun_s, **of_all)
+    messages = messages_of(*fields, number=number, begun_s=begun_s, samples=8 * number)
     return Seen(
         number=number,
         iteration=number,

@@ -70,15 +70,3 @@ def tiny(family: str, **settings: object) -> PretrainedConfig:
 def token_ids(count: int = 1, seed: int = 0) -> torch.Tensor:
     """Return sequences of 16 tokens, two for each of ``count`` micro-batches."""
     return torch.randint(3, 96, (2 * count, 16), generator=torch.Generator().manual_seed(seed))
-
-
-def tiny_with_images(config: type[PretrainedConfig]) -> PretrainedConfig:
-    """Return the configuration of a tiny model with a text model and an unused part for images."""
-    whole = config()
-    text, vision = type(whole.text_config), type(whole.vision_config)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    sizes |= {"num_hidden_layers": 1, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "head_dim": 8}
-    return config(
-        text_config=text(**{name: size for name, size in SIZES.items() if name in dir(whole.text_config)}),
-        vision_config=vision(**{name: size for name, size in sizes.items() if name in dir(whole.vision_config)}),
-    )

@@ -13,6 +13,7 @@ import pytest
 import run_log
 import torch
 import torch.distributed as dist
+from engines_on_virtual_cuda import cuda_of_engines, launched
 from megatron.core import full_cuda_graph, parallel_state
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -21,7 +22,6 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from packaging.version import Version
-from virtual.engines import cuda_of_engines, launched
 from virtual.job import predicted_over_used
 
 import perseus_ds

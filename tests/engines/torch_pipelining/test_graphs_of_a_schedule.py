@@ -3,10 +3,10 @@
 import pytest
 import run_log
 import torch
+from engines_on_virtual_cuda import cuda_of_engines, launched
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleGPipe
-from virtual.engines import cuda_of_engines, launched
 from virtual.job import SLOWER
 
 import perseus_ds

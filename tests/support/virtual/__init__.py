@@ -10,8 +10,6 @@ There are three concepts, each in a module:
 - ``virtual.job``: :class:`VirtualJob`, a training job of one rank or of a pipeline of ranks. Every rank runs a
   real ``Session`` and its runtime on a simulated GPU. Its engine computes nothing: passes take the times of ``work_s``.
 
-``virtual.hostile_day`` runs such a job under random faults.
-
 A test makes a job with a ``perseus`` block, trains it until a condition holds, changes the times of passes or the
 behaviour of the GPU, and checks the records, the clocks or the output::
 

@@ -182,9 +182,9 @@ class VirtualJob:
             phases += self.train()
         return phases
 
-    def train_until_compared(self, times=1, most=300):
+    def train_until_compared(self, times=1):
         """Run iterations until plans have been compared ``times`` times, and return the comparisons."""
-        self.train_while(lambda: len(self.events(PlanJudged)) < times, most)
+        self.train_while(lambda: len(self.events(PlanJudged)) < times)
         return self.events(PlanJudged)
 
     def late_under_plans(self, by_s=0.05):

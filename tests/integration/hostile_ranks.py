@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from fault_outcomes import Outcome
 from frontiers import save_random_plan
 from job import Running, run
 from run_log import events, iterations, records, wait_until
-from virtual.hostile_day import Outcome
 
 from perseus_ds.errors import ConfigError
 from perseus_ds.server.control_socket import send_command

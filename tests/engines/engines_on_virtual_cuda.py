@@ -1,6 +1,10 @@
 """Engines of one rank on a stand-in for CUDA in virtual time, which also captures graphs."""
 
 import torch
+from virtual.agent import clocks_of
+from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
+from virtual.job import WorkerAtOnce
+from virtual.time import VirtualTime
 
 from perseus_ds.client import meeting, runtime
 from perseus_ds.client.meeting import rank_facts
@@ -9,10 +13,6 @@ from perseus_ds.protocol.job_messages import JobDescription, encode
 from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
-from virtual.agent import clocks_of
-from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
-from virtual.job import WorkerAtOnce
-from virtual.time import VirtualTime
 
 
 def cuda_of_engines(monkeypatch):
