@@ -1,7 +1,5 @@
 """Operations are timed on the host and on CUDA (with replaced events)."""
 
-import types
-
 import pytest
 import torch
 from virtual.gpu import VirtualCuda, wait_for_event
@@ -90,33 +88,15 @@ def test_no_event_is_a_blocking_one_because_the_driver_takes_few_launches_after_
     assert cuda.blocking_events == 0
 
 
-class TwoDevices:
-    """CUDA with two devices, which records the stream of each event."""
-
-    def __init__(self, current):
-        self.current = current
-        self.recorded_on = []
-
-    def current_device(self):
-        return self.current
-
-    def current_stream(self, device):
-        return f"current stream of device {device}"
-
-    def Event(self, *, enable_timing):  # noqa: N802
-        def record(stream=None):
-            self.recorded_on.append(stream or self.current_stream(self.current))
-
-        return types.SimpleNamespace(record=record)
-
-
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("current", [0, 1])
-def test_events_are_recorded_on_the_stream_of_the_ranks_device_whichever_is_current(now, before, current):
-    cuda = TwoDevices(before)
-    execution = CudaExecution(torch.device("cuda:1"), cuda)
-    cuda.current = current
+def test_times_are_those_of_the_ranks_device_whichever_is_current(now, before, current):
+    cuda = VirtualCuda(now, device=before)
+    execution = CudaExecution(torch.device("cuda", 1), cuda, wait_for_event)
+    cuda.device = current
     execution.start_iteration()
-    execution.end(execution.begin(FORWARD) and FORWARD)
-    assert len(cuda.recorded_on) == 3
-    assert set(cuda.recorded_on) == {"current stream of device 1"}
+    execution.begin(FORWARD)
+    cuda.current_stream(0).launch(0.1)
+    cuda.current_stream(1).launch(0.3)
+    execution.end(FORWARD)
+    assert times(execution) == [(FORWARD, 0.0, 0.3)]

@@ -156,14 +156,15 @@ class OneAtATime:
 class VirtualCuda:
     """One CUDA stream, with launches that return immediately and run on a simulated GPU.
 
-    It stands in for the module ``torch.cuda``.
+    It stands in for the module ``torch.cuda``. If another device is used, that has a stream of its own.
 
     Args:
         time: Its virtual time.
         gpu: A simulated GPU with the same time; None for work that always takes its nominal time.
-        device: Number of the current device.
+        device: Number of its device, which is the current one at first.
 
     Attributes:
+        device: Number of the current device; a test may change it.
         events: Number of events created.
         CUDAGraph: Class of the graphs on this stream.
     """
@@ -172,7 +173,8 @@ class VirtualCuda:
         self.time = time
         self.events = self.blocking_events = 0
         self.gpu = gpu
-        self._device = device
+        self.device = device
+        self._streams = {device: self}
         self._queue = deque()
         self.CUDAGraph = graphs_of(self)
         self.captured = None  # what a graph that is being captured consists of
@@ -223,13 +225,15 @@ class VirtualCuda:
         return _Event(self, external)
 
     def current_device(self):
-        return self._device
+        return self.device
 
     def current_stream(self, device):
-        return self
+        if device not in self._streams:
+            self._streams[device] = VirtualCuda(self.time, device=device)
+        return self._streams[device]
 
     def synchronize(self, device=None):
-        assert device in (None, self._device)
+        assert device in (None, self.device)
         self.check_captured()
         self.wait_until(lambda: not self._queue and not self._is_busy)
 
@@ -280,6 +284,7 @@ def wait_for_event(event):
 class _Event:
     def __init__(self, cuda, external):
         self._cuda = cuda
+        self._stream = None
         self._external = external
         self._at_s = None
         self._records = 0
@@ -289,7 +294,8 @@ class _Event:
         self._at_s = None
         self._records += 1
         number = self._records
-        self._cuda.enqueue(lambda: self._pass(number))
+        self._stream = stream or self._cuda.current_stream(self._cuda.device)
+        self._stream.enqueue(lambda: self._pass(number))
 
     def query(self):
         self._cuda.check_captured()
@@ -297,7 +303,7 @@ class _Event:
 
     def synchronize(self):
         if not self.query():
-            self._cuda.wait_until(self.query)
+            self._stream.wait_until(self.query)
 
     def elapsed_time(self, end_event):
         if not (self.query() and end_event.query()):
