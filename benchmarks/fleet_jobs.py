@@ -352,7 +352,7 @@ class FleetJob(VirtualJob):  # type: ignore[misc]
             for transfer in operation.transfers:
                 self._meetings.bring(("device", number, pipeline, transfer), rank, None)
 
-        self._cuda[rank].enqueue(bring)
+        self.devices[rank].enqueue(bring)
 
     def _await(self, rank: int, operation: Any) -> None:
         if not self.machine.launches:
@@ -364,7 +364,7 @@ class FleetJob(VirtualJob):  # type: ignore[misc]
             for transfer in operation.transfers:
                 self._meetings.wait(("device", number, pipeline, transfer), 2)
 
-        self._cuda[rank].enqueue(wait)
+        self.devices[rank].enqueue(wait)
 
     def _hold_host(self, rank: int) -> None:
         name = "device end", self._iterations[rank]
@@ -373,7 +373,7 @@ class FleetJob(VirtualJob):  # type: ignore[misc]
             self._meetings.bring(name, rank, None)
             self._meetings.wait(name, len(self.gpus))
 
-        self._cuda[rank].enqueue(wait_for_all)
+        self.devices[rank].enqueue(wait_for_all)
         super()._hold_host(rank)
 
 

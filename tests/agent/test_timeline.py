@@ -5,7 +5,8 @@ import math
 
 import pytest
 from virtual.agent import clocks_of
-from virtual.gpu import RecordingGpu, VirtualCuda
+from virtual.cuda import VirtualCuda
+from virtual.gpu import RecordingGpu
 
 from perseus_ds.errors import GpuError
 from perseus_ds.protocol.job_messages import Follow, LatencyTable, Program, RankFailed, RankReport, Report, Say

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from virtual.gpu import VirtualCuda, wait_for_event
+from virtual.cuda import VirtualCuda, wait_for_event
 
 from perseus_ds.client.timers import CudaExecution, HostExecution
 from perseus_ds.pipeline.instruction import Instruction, Kind

@@ -2,7 +2,8 @@
 
 import torch
 from virtual.agent import clocks_of
-from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
+from virtual.cuda import VirtualCuda, wait_for_event
+from virtual.gpu import RecordingGpu
 from virtual.job import WorkerAtOnce
 from virtual.time import VirtualTime
 

@@ -13,7 +13,7 @@ from gpu_checks.recording import RecordsChanges, latency_of_all_clocks
 from one_rank_server import follow_of
 from stub_cuda.controller import TorchCuda
 from virtual.agent import clocks_of
-from virtual.gpu import VirtualCuda, wait_for_event
+from virtual.cuda import VirtualCuda, wait_for_event
 from virtual.time import VirtualTime
 
 from perseus_ds.artifacts.evidence import Machine

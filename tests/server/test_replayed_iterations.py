@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from frontiers import save_mixed_plan
-from virtual.gpu import RecordingGpu, VirtualCuda, wait_for_event
+from virtual.cuda import VirtualCuda, wait_for_event
+from virtual.gpu import RecordingGpu
 from virtual.job import SLOWER, in_order
 from virtual.time import VirtualTime
 

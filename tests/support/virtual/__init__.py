@@ -1,12 +1,12 @@
 """Runs the real code of Perseus in virtual time: hours of training take a minute.
 
-There are three concepts, each in a module:
+There are four concepts, each in a module:
 
 - ``virtual.time``: :class:`VirtualTime`, a timebase (``perseus_ds.timebase``) in which time advances only when all
   threads wait. Anything with a ``timebase`` argument can use it.
-- ``virtual.gpu``: GPUs in this time. :class:`RecordingGpu` records which clocks were set and when,
-  :class:`FaultyGpu` has a driver that fails while a test requires it, and :class:`VirtualCuda` is a stream on which
-  passes are only launched, as with CUDA.
+- ``virtual.gpu``: GPUs in this time. :class:`RecordingGpu` records which clocks were set and when, and
+  :class:`FaultyGpu` has a driver that fails while a test requires it.
+- ``virtual.cuda``: :class:`VirtualCuda`, a stream on which passes are only launched, as with CUDA.
 - ``virtual.job``: :class:`VirtualJob`, a training job of one rank or of a pipeline of ranks. Every rank runs a
   real ``Session`` and its runtime on a simulated GPU. Its engine computes nothing: passes take the times of ``work_s``.
 

@@ -9,17 +9,13 @@ ranks wait for each other in :class:`Meetings`. Messages are delivered immediate
 
 import itertools
 import json
-import math
 import statistics
-import weakref
-from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
 import torch
 from frontiers import save_mixed_plan
-from greenlet import getcurrent
 from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.profile import StageProfile
@@ -42,7 +38,9 @@ from perseus_ds.server.server import JobServer
 from perseus_ds.simulation.device_models import COMPUTE_BOUND, MEMORY_BOUND
 from perseus_ds.simulation.gpu import SimulatedGpu
 from virtual.agent import clocks_of
-from virtual.gpu import OneAtATime, VirtualCuda, graphs_of, wait_for_event
+from virtual.cuda import VirtualCuda, VirtualHost, wait_for_event
+from virtual.gpu import OneAtATime
+from virtual.meetings import Collectives, Meetings, RankLeftError
 from virtual.time import VirtualTime
 
 SLOWER = {"goal": {"max_slowdown": 0.2}}
@@ -60,6 +58,7 @@ class VirtualJob:
         tokens: Tokens in the inputs of a micro-batch, by pipeline, which the engine reports.
         wait_s: Time for which the GPU is idle before each pass [s].
         schedule: The schedule that the ranks execute.
+        devices: The :class:`VirtualHost` or :class:`VirtualCuda` of each rank.
         taken: Phase, time [s] and energy [J] that all GPUs really used, for every iteration.
         read: How many times the schedule of an iteration was read after the start.
         sessions: The session of each rank. Ranks are threads here and processes in a real job, so a session does not
@@ -125,8 +124,8 @@ class VirtualJob:
         if "lock-contention" in settings.get("conditions", ()):
             settings["driver_turn"] = OneAtATime(self.time)
         self.gpus = [gpu_class.named(device, timebase=self.time, seed=rank, **settings) for rank in range(ranks)]
-        self._cuda = [VirtualCuda(self.time, made) for made in self.gpus] if cuda or graphs else None
-        self._graphs = graphs
+        self._launches, self._graphs = bool(cuda or graphs), graphs
+        self.devices = [(VirtualCuda if self._launches else VirtualHost)(self.time, gpu) for gpu in self.gpus]
         self._config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
         self._records, self._follower = [], RecordFollower(folder)
         self._start()
@@ -134,7 +133,7 @@ class VirtualJob:
     # Of rank 0.
     runtime = property(lambda self: self.sessions[0].runtime)
     gpu = property(lambda self: self.gpus[0])
-    cuda = property(lambda self: self._cuda[0])
+    cuda = property(lambda self: self.devices[0])
 
     @property
     def runtimes(self):
@@ -148,7 +147,7 @@ class VirtualJob:
     @property
     def under_way(self):
         """Number of iterations that begin before a decision on the last report takes effect."""
-        return 1 if self._cuda is None else 2
+        return 2 if self._launches else 1
 
     @property
     def is_under_a_plan(self):
@@ -203,14 +202,10 @@ class VirtualJob:
         workload = MEMORY_BOUND if kind is Kind.TAIL else COMPUTE_BOUND
         kinds = (Kind.FORWARD, Kind.BACKWARD) if kind is Kind.FORWARD_BACKWARD else (kind,)
         seconds = sum(work_s[kind] for kind in kinds) * self.slowdowns[rank]
-        if self._cuda is not None:
-            self._cuda[rank].launch(seconds, workload)
-        else:
-            self.gpus[rank].begin_work(workload)
-            self.gpus[rank].finish_work(seconds)
+        self.devices[rank].launch(seconds, workload)
 
     def idle(self, rank, seconds):
-        (self._cuda[rank].idle if self._cuda is not None else self.time.sleep)(seconds)
+        self.devices[rank].idle(seconds)
 
     def read_order(self, rank, schedule):
         """Return the operations of a rank, as read once the job has started."""
@@ -219,8 +214,8 @@ class VirtualJob:
 
     def settle(self):
         """Wait for all devices."""
-        for cuda in self._cuda or ():
-            cuda.synchronize()
+        for device in self.devices:
+            device.synchronize()
 
     def records(self):
         """Return all records so far."""
@@ -277,7 +272,7 @@ class VirtualJob:
         self._description, self._epoch = JobDescription.of(self._config.model_dump_json().encode(), facts), 0
         self.server = self._make_server(state=state)
         self._clocks = [
-            clocks_of(gpu, self.time, self._cuda and self._cuda[rank], partial(self._to_server, rank))
+            clocks_of(gpu, self.time, self.devices[rank] if self._launches else None, partial(self._to_server, rank))
             for rank, gpu in enumerate(self.gpus)
         ]
         self._on_all_ranks(self._begin)
@@ -293,8 +288,7 @@ class VirtualJob:
 
     def _session(self, rank, steps):
         # A session surrounds the graphs of its process, which are those of this rank's stream.
-        graphs = graphs_of() if self._cuda is None else self._cuda[rank].CUDAGraph
-        with patch.object(torch.cuda, "CUDAGraph", graphs):
+        with patch.object(torch.cuda, "CUDAGraph", self.devices[rank].CUDAGraph):
             session = Session(VirtualEngine(self, rank, steps), self._config)
         engines._SESSIONS.discard(session)
         return session
@@ -340,17 +334,13 @@ class VirtualJob:
         self.sessions[rank].state = SessionState.BETWEEN
 
     def _load(self, rank, seconds):
-        if self._cuda is not None:
-            self._cuda[rank].launch(seconds, COMPUTE_BOUND)
-            self._cuda[rank].synchronize()
-        else:
-            self.gpus[rank].begin_work(COMPUTE_BOUND)
-            self.gpus[rank].finish_work(seconds)
+        self.devices[rank].launch(seconds)
+        self.devices[rank].synchronize()
 
     def _timers(self, rank):
-        if self._cuda is None:
-            return HostExecution(self.time)
-        return CudaExecution(torch.device("cuda", 0), self._cuda[rank], wait_for_event)
+        if self._launches:
+            return CudaExecution(torch.device("cuda", 0), self.devices[rank], wait_for_event)
+        return HostExecution(self.time)
 
     def _iterate(self, rank):
         session = self.sessions[rank]
@@ -368,7 +358,7 @@ class VirtualJob:
         self._meetings.wait(end, len(self.gpus))
         phase = session.phase
         session.end_iteration()
-        if self._cuda is not None:
+        if self._launches:
             self._hold_host(rank)
         if rank == 0:
             used_j = sum(gpu.true_energy_j for gpu in self.gpus) - begin_j
@@ -403,14 +393,14 @@ class VirtualJob:
         def count():
             done[rank] += 1
 
-        self._cuda[rank].enqueue(count)
-        self._cuda[rank].wait_until(lambda: done[rank] >= launched - 1)
+        self.devices[rank].enqueue(count)
+        self.devices[rank].wait_until(lambda: done[rank] >= launched - 1)
 
     def _replay(self, rank, operations):
         """Replay a graph of a rank's passes, captured in the first call, and execute the rest of the tail."""
         *passes, tail = operations
         if rank not in self._captured:
-            cuda, number = self._cuda[rank], itertools.count()
+            cuda, number = self.devices[rank], itertools.count()
             self._captured[rank] = graph = cuda.CUDAGraph()
             with cuda.graph(graph), self._iteration(rank):
                 self._run(rank, passes)
@@ -521,88 +511,6 @@ class WorkerAtOnce:
 
     def stop(self):
         pass
-
-
-class RankLeftError(BaseException):
-    """Another rank ended with an error, so this one would wait forever."""
-
-
-class Meetings:
-    """Named meeting points of threads, to which each brings a value."""
-
-    def __init__(self, time):
-        self._time = time
-        # A condition per name: threads are woken once all have arrived, not by every arrival at any meeting.
-        self._waiting = defaultdict(time.condition)
-        self._size = {}
-        self._brought = {}
-        self._taken = Counter()
-        self._is_left = False
-
-    def bring(self, name, who, value):
-        """Arrive at a meeting without waiting for the others."""
-        brought = self._brought.setdefault(name, {})
-        brought[who] = value
-        if len(brought) >= self._size.get(name, math.inf):
-            self._wake(name)
-
-    def leave(self):
-        """Wake all waiting threads because a rank will not arrive any more."""
-        self._is_left = True
-        for name in self._size:
-            self._wake(name)
-
-    def wait(self, name, size):
-        """Wait until ``size`` participants have arrived, and return their values by participant.
-
-        Each of the ``size`` participants waits exactly once.
-        """
-        while not self._are_there(name, size):
-            self._size[name] = size
-            with self._waiting[name] as condition:
-                condition.wait()
-        self._taken[name] += 1
-        if self._taken[name] < size:
-            return self._brought[name]
-        del self._taken[name]
-        return self._brought.pop(name)
-
-    def _wake(self, name):
-        if condition := self._waiting.pop(name, None):
-            with condition:
-                condition.notify_all()
-
-    def _are_there(self, name, size):
-        if len(self._brought.get(name, ())) >= size:
-            self._size.pop(name, None)
-            return True
-        if self._is_left:
-            raise RankLeftError
-        return False
-
-
-class Collectives:
-    """``torch.distributed`` as the measurement before training uses it."""
-
-    def __init__(self, meetings, ranks):
-        self._meetings = meetings
-        self._ranks = ranks
-        self._rank_of = weakref.WeakKeyDictionary()  # by greenlet
-        self._counts = Counter()
-
-    def use(self, rank):
-        self._rank_of[getcurrent()] = rank
-
-    ReduceOp = torch.distributed.ReduceOp
-
-    def all_reduce(self, tensor, op=None):
-        number = self._rank_of.get(getcurrent(), 0)
-        self._counts[number] += 1
-        name = "blocking", self._counts[number]
-        self._meetings.bring(name, number, tensor.clone())
-        brought = self._meetings.wait(name, self._ranks)
-        if op is not None:
-            tensor.copy_(torch.stack([*brought.values()]).amax(0))
 
 
 def in_order(phases):
