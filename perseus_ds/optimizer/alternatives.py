@@ -162,14 +162,16 @@ def _raised_in_turns(
 
 def _stage_table(problem: Problem, numbers: list[int]) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
     """Return a stage's clocks and, by clock, the time [s] and effective energy [J] of a micro-batch."""
-    groups = [problem.groups[number].measured for number in numbers]
     clocks = np.array(_shared_mhz(problem.groups[number] for number in numbers), dtype=np.int64)
-    places = [[_nearest(options, clock) for clock in clocks] for options in groups]
     # A tail runs once per iteration, the other instructions once per micro-batch.
     counts = np.bincount(problem.group)[numbers]
     shares = counts / counts.max()
-    cost_j = [g.effective_energy_j(problem.blocking_power_w)[p] for g, p in zip(groups, places, strict=True)]
-    time_s = [g.time_s[p] for g, p in zip(groups, places, strict=True)]
+    time_s, cost_j = [], []  # of each group at the shared clocks
+    for number in numbers:
+        options = problem.groups[number].measured
+        places = [_nearest(options, clock) for clock in clocks]
+        time_s.append(options.time_s[places])
+        cost_j.append(options.effective_energy_j(problem.blocking_power_w)[places])
     return clocks, shares @ np.array(time_s), shares @ np.array(cost_j)
 
 

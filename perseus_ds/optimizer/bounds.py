@@ -110,12 +110,12 @@ class Bounds:
         between = min(max((time_s - times_s[left]) / span_s, 0.0), 1.0) if span_s > 0 else 0.0
         if left == 0:
             # Just after T_min more and more clocks become usable, and tangents are not informative.
-            shares = {0.0, between, 1.0}
+            shares_of_after = {0.0, between, 1.0}
         else:
             # The bound from one flow changes along its tangent, so the lower one need not be tried.
-            higher_one = 1.0 if after.tangent.at(time_s) > before.tangent.at(time_s) else 0.0
-            shares = {between, higher_one}
-        mixed_w = [(1 - share) * before.flow_w + share * after.flow_w for share in sorted(shares)]
+            only_higher = 1.0 if after.tangent.at(time_s) > before.tangent.at(time_s) else 0.0
+            shares_of_after = {between, only_higher}
+        mixed_w = [(1 - share) * before.flow_w + share * after.flow_w for share in sorted(shares_of_after)]
         return max(self.bound_j(time_s, flow_w) for flow_w in mixed_w)
 
     def bound_j(self, time_s: float, flow_w: Floats) -> float:

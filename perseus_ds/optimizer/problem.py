@@ -167,14 +167,20 @@ class Problem:
     @cached_property
     def instructions(self) -> InstructionStreams:
         """The instructions with a clock to choose, by rank and in program order."""
-        nodes = [self.node[own].tolist() for own in self.rank_decisions]
-        return tuple(tuple(self.dag.nodes[node].work for node in of_rank) for of_rank in nodes)
+        streams = []
+        for decisions in self.rank_decisions:
+            nodes = self.node[decisions].tolist()
+            streams.append(tuple(self.dag.nodes[node].work for node in nodes))
+        return tuple(streams)
 
     def plan(self, choice: Indices) -> FrequencyPlan:
         """Return the plan of a choice, with time and energy computed from the measured rows."""
-        clock_mhz = self.table.clock_mhz[choice]
-        clocks_mhz = tuple(tuple(clock_mhz[own].tolist()) for own in self.rank_decisions)
+        clocks_mhz = self.clocks_of_ranks(self.table.clock_mhz[choice])
         return self._planned(clocks_mhz, self.table.time_s[choice], self.table.cost_j[choice])
+
+    def clocks_of_ranks(self, clock_mhz: Indices) -> Clocks:
+        """Return the clocks by rank and in program order, given those of all decisions, shape (decisions,) [MHz]."""
+        return tuple(tuple(clock_mhz[own].tolist()) for own in self.rank_decisions)
 
     def evaluate(self, clocks_mhz: Clocks) -> FrequencyPlan:
         """Return the plan with the given clocks, evaluated with the measured rows.
@@ -212,7 +218,8 @@ class Problem:
     def baseline(self) -> FrequencyPlan:
         """The plan with every instruction at the highest measured clock."""
         highest_mhz = {key: self.profile.at_highest_clock(*key).clock_mhz for key in self.profile.keys}
-        return self.evaluate(tuple(tuple(highest_mhz[i.stage, i.kind] for i in own) for own in self.instructions))
+        clocks_mhz = [tuple(highest_mhz[i.stage, i.kind] for i in stream) for stream in self.instructions]
+        return self.evaluate(tuple(clocks_mhz))
 
 
 def _group(profile: StageProfile, stage: int, kind: Kind, blocking_power_w: float) -> InstructionGroup:
@@ -259,22 +266,26 @@ class OptionTable:
     """The options of all groups, concatenated, each group in the order of :class:`InstructionGroup`.
 
     Attributes:
-        cost_j: Effective energy of each option [J].
+        time_s, cost_j, clock_mhz: Shape (options,): time [s], effective energy [J] and clock [MHz] of each option.
         begin, last: Shape (groups,): index of each group's fastest and slowest option.
     """
 
     def __init__(self, groups: Sequence[InstructionGroup], *, hull_only: bool = False) -> None:
         """Set up the table with all Pareto-optimal options, or only with those on the lower convex hull."""
-        kept = [
-            np.array(lower_hull(g.options.time_s, g.cost_j), dtype=np.intp) if hull_only else np.arange(len(g.cost_j))
-            for g in groups
-        ]
-        sizes = np.array([len(k) for k in kept], dtype=np.intp)
+        time_s, cost_j, clock_mhz = [], [], []
+        for group in groups:
+            kept = np.arange(len(group.cost_j))
+            if hull_only:
+                kept = np.array(lower_hull(group.options.time_s, group.cost_j), dtype=np.intp)
+            time_s.append(group.options.time_s[kept])
+            cost_j.append(group.cost_j[kept])
+            clock_mhz.append(group.options.clock_mhz[kept])
+        sizes = np.array([len(of_group) for of_group in cost_j], dtype=np.intp)
         self.last = np.cumsum(sizes) - 1
         self.begin = self.last - sizes + 1
-        self.time_s = np.concatenate([g.options.time_s[k] for g, k in zip(groups, kept, strict=True)])
-        self.cost_j = np.concatenate([g.cost_j[k] for g, k in zip(groups, kept, strict=True)])
-        self.clock_mhz = np.concatenate([g.options.clock_mhz[k] for g, k in zip(groups, kept, strict=True)])
+        self.time_s = np.concatenate(time_s)
+        self.cost_j = np.concatenate(cost_j)
+        self.clock_mhz = np.concatenate(clock_mhz)
         # One sorted array for all groups: each group's times are shifted beyond those of the previous group.
         self.span_s = 2.0 * float(self.time_s.max())
         self.keys = self.time_s + self.span_s * np.repeat(np.arange(len(groups)), sizes)

@@ -96,8 +96,9 @@ class Relaxation:
         self._corners: dict[tuple[int, int], Corners] = {}
         self._laplacian = Laplacian(network)
         self._even_flow = _even_flow(network)
+        # Shape (events,): earliest time of each event, and its latest time relative to the end, at the fastest clocks.
         self._earliest_s = network.earliest_s(network.least_s)
-        self._before_end_s = network.latest_s(network.least_s, 0.0)
+        self._latest_from_end_s = network.latest_s(network.least_s, 0.0)
 
     def pieces(self, deadline_s: float) -> Pieces:
         """Return the hull pieces of every decision, for clocks that can meet the deadline.
@@ -107,9 +108,10 @@ class Relaxation:
         """
         problem, decisions = self.network.problem, slice(self.network.decisions)
         tail, head = self.network.tail[decisions], self.network.head[decisions]
-        longest_s = deadline_s + self._before_end_s[head] - self._earliest_s[tail]
+        # Shape (decisions,), as the next one: longest time that an instruction may take, and number of usable clocks.
+        longest_s = deadline_s + self._latest_from_end_s[head] - self._earliest_s[tail]
         usable = problem.table.longest_within(problem.group, longest_s) - problem.fastest + 1
-        hulls = [self._hull(*key) for key in zip(problem.group.tolist(), usable.tolist(), strict=True)]
+        hulls = [self._hull(group, own) for group, own in zip(problem.group.tolist(), usable.tolist(), strict=True)]
         owner = np.repeat(np.arange(len(hulls)), [len(hull.length_s) for hull in hulls])
         length_s = np.concatenate([hull.length_s for hull in hulls])
         saving_w = np.concatenate([hull.saving_w for hull in hulls])
@@ -174,9 +176,12 @@ def _alternation(problem: Problem, turns: int) -> Floats:
     """Return values from -1 to 1 that repeat after the given number of micro-batches, shape (decisions,)."""
     turn = np.zeros(len(problem.node))
     for decisions, stream in zip(problem.rank_decisions, problem.instructions, strict=True):
-        # In the steady state of 1F1B, a backward and the next forward take place at the same time as the forward and
-        # the backward of the next stage.
-        turn[decisions] = [i.micro_batch - i.stage + (turns == 2 and i.kind is Kind.BACKWARD) for i in stream]
+        for decision, instruction in zip(decisions, stream, strict=True):
+            turn[decision] = instruction.micro_batch - instruction.stage
+            # In the steady state of 1F1B, a backward and the next forward take place at the same time as the forward
+            # and the backward of the next stage.
+            if turns == 2 and instruction.kind is Kind.BACKWARD:
+                turn[decision] += 1
     result: Floats = np.cos(2 * np.pi / turns * turn)
     return result
 

@@ -64,11 +64,11 @@ def choose_clocks(network: Network, event_s: Floats) -> Indices:
     problem, table = network.problem, network.problem.table
     too_slow_j = _TOO_SLOW * _mean_j(problem)
     slowest = options_at(network, event_s)
-    clocks, index = np.unique(table.clock_mhz, return_inverse=True)
+    clocks, clock_of = np.unique(table.clock_mhz, return_inverse=True)
     # Shape (groups, clocks): the option of each group at each clock, or -1.
     option_of = np.full((len(table.begin), len(clocks)), -1, dtype=np.intp)
     for group, (begin, last) in enumerate(zip(table.begin, table.last, strict=True)):
-        option_of[group, index[begin : last + 1]] = np.arange(begin, last + 1)
+        option_of[group, clock_of[begin : last + 1]] = np.arange(begin, last + 1)
     result = slowest.copy()
     plans = event_s.shape[1]
     for chain in problem.rank_decisions:
@@ -182,12 +182,12 @@ def _best_runs_from_begin(cost_j: Floats, at_s: Floats, length_s: Floats, dwell_
     sums_j = np.zeros((rows, blocks + 1, clocks))
     np.cumsum(cost_j, axis=1, out=sums_j[:, 1:])
     latest = _latest_begins(at_s, length_s, dwell_s)
-    # By place and clock: the least cost before a run of that clock that begins there or earlier, minus ``sums_j`` where
-    # it begins, and where that is.
+    # Shape (rows, blocks, clocks), by place and clock: the least cost before a run of that clock that begins there or
+    # earlier, minus ``sums_j`` where it begins; and where that is.
     before_j = np.zeros((rows, blocks, clocks))
     before_j[:, 0] = change_j[:, 0]
     begin = np.zeros((rows, blocks, clocks), dtype=np.intp)
-    # By end: clock and begin of the best run that ends there.
+    # Shape (rows, blocks + 1), by end: clock and begin of the best run that ends there.
     best_clock = np.zeros((rows, blocks + 1), dtype=np.intp)
     best_begin = np.zeros((rows, blocks + 1), dtype=np.intp)
     for end in range(1, blocks + 1):

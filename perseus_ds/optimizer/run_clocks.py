@@ -241,6 +241,7 @@ class RunClockSearch:
             change_s = path_s - path_s[:, self._runs, self._now][:, :, None]
             # Shape (runs, clocks), as the next three: excess that each change removes, summed over late paths.
             gained_s = np.minimum(-change_s, excess_s[is_late, None, None]).sum(axis=0)
+            # Energy that it costs, and whether the run becomes shorter.
             more_j = self._cost_j - self._cost_j[self._runs, self._now][:, None]
             is_faster = self._time_s < self._time_s[self._runs, self._now][:, None]
             is_usable = (gained_s > 1e-9 * limit_s) & is_faster
@@ -248,7 +249,8 @@ class RunClockSearch:
                 return False
             least_j = 1e-6 * abs(float(self._cost_j[self._runs, self._now].mean()))
             value = np.where(is_usable, gained_s / np.maximum(more_j, least_j), 0.0)
-            self._set(*divmod(int(value.argmax()), value.shape[1]))
+            run, clock = divmod(int(value.argmax()), value.shape[1])
+            self._set(run, clock)
         return True
 
     def lower_clocks(self, limit_s: float) -> None:
@@ -284,28 +286,30 @@ class RunClockSearch:
     def _best_exchange(self, limit_s: float) -> list[_Change]:
         """Return the two changes of clocks that together save most and fit into the limit, or none."""
         width = self._cost_j.shape[1]
-        tried = self._now[:, None] + _STEPS  # shape (runs, steps)
+        tried = self._now[:, None] + _STEPS  # shape (runs, steps), as the next one
         exists = (tried >= 0) & (tried < width)
         tried = np.clip(tried, 0, width - 1)
         now_j = self._cost_j[self._runs, self._now]
         tried_j = self._cost_j[self._runs[:, None], tried]
-        # A change is a run with a step, in rows of all changes.
+        # Shape (changes,), all steps of all runs: the run, its new clock, and the energy that the change costs.
         run, clock = np.repeat(self._runs, len(_STEPS)), tried.ravel()
         more_j = np.where(exists, tried_j - now_j[:, None], np.inf).ravel()
+        # Shape (near paths, changes): time that each change adds to the paths near the limit.
         near = np.flatnonzero(self._length_s > _NEAR * limit_s)
         path_s = self._path_s[near]
-        change_s = path_s[:, self._runs[:, None], tried] - path_s[:, self._runs, self._now][:, :, None]
-        change_s = change_s.reshape(len(near), len(more_j))
+        added_s = path_s[:, self._runs[:, None], tried] - path_s[:, self._runs, self._now][:, :, None]
+        added_s = added_s.reshape(len(near), len(more_j))
+        # Shape (pairs,): the two changes of each pair that saves energy, those that save most first.
         saves = more_j[:, None] + more_j < -1e-8 * abs(float(now_j.sum()))
         first, second = np.nonzero(saves & (run[:, None] < run))
         best_first = np.argsort(more_j[first] + more_j[second], kind="stable")[:_MOST_PAIRS]
         first, second = first[best_first], second[best_first]
         spare_s = (limit_s - self._length_s[near])[:, None]
-        fits = np.flatnonzero((change_s[:, first] + change_s[:, second] <= spare_s).all(axis=0))
+        fits = np.flatnonzero((added_s[:, first] + added_s[:, second] <= spare_s).all(axis=0))
         if not len(fits):
             return []
-        best = first[fits[0]], second[fits[0]]
-        return [_Change(int(run[number]), int(clock[number])) for number in best]
+        best = fits[0]
+        return [_Change(int(run[change]), int(clock[change])) for change in (first[best], second[best])]
 
 
 def _groups_in_runs(rank: ClocksOfRank, run_of: Indices) -> list[_GroupInRuns]:

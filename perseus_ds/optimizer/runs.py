@@ -80,10 +80,12 @@ def dwell_ladder(least_dwell_s: DwellTimes) -> list[DwellTimes]:
     for dwell_s in sorted(least_dwell_s.values(), reverse=True):
         if not steps_s or (_SHORTER * dwell_s < steps_s[-1] and len(steps_s) < _MOST_STEPS):
             steps_s.append(dwell_s)
-    return [
-        {clock_mhz: step_s if own_s <= step_s else np.inf for clock_mhz, own_s in least_dwell_s.items()}
-        for step_s in steps_s
-    ]
+    return [_step_of_ladder(least_dwell_s, step_s) for step_s in steps_s]
+
+
+def _step_of_ladder(least_dwell_s: Mapping[int, float], step_s: float) -> DwellTimes:
+    """Return one dwell time for the clocks that take effect in it. Other clocks are used only for whole iterations."""
+    return {clock_mhz: step_s if own_s <= step_s else np.inf for clock_mhz, own_s in least_dwell_s.items()}
 
 
 def respects_dwell_time(problem: Problem, clocks: Clocks) -> bool:
@@ -156,18 +158,18 @@ class RunSearch:
         """
         searched = searched_of(len(deadline_s))
         searched_s = deadline_s[searched]
-        of_shapes = self._plans_of_shapes(searched_s, free)
+        of_shapes = self._plans_of_shapes(searched_s, free)  # a list for each shape, with a plan for each of searched_s
         best_of_shapes = [_cheapest(plans) for plans in zip(*of_shapes, strict=True)]
         known = [*start, *(plan for plan in best_of_shapes if plan is not None)]
         default_clocks_s = self._network.problem.no_slower_s * (1 - 1e-12)
-        most_used = int(np.searchsorted(deadline_s, default_clocks_s))
+        of_default_clocks = int(np.searchsorted(deadline_s, default_clocks_s))  # the deadline of most jobs
         result: list[HeldPlan | None] = []
         for number, limit_s in enumerate(deadline_s.tolist()):
             progress(0.5 + 0.5 * number / len(deadline_s))
             best = _cheapest(plan for plan in known if plan.time_s <= limit_s * _FITS)
             nearest = int(np.abs(searched_s - limit_s).argmin())
             starts = [best_of_shapes[nearest], best]
-            if number == most_used and self._network.decisions < _MANY:
+            if number == of_default_clocks and self._network.decisions < _MANY:
                 starts += itertools.chain.from_iterable(of_shapes)
             distinct = {id(plan): plan for plan in starts if plan is not None}
             tried = [self._held(plan.clocks, limit_s, exchange=number in searched) for plan in distinct.values()]
@@ -258,9 +260,13 @@ class RunSearch:
         """Return when clocks may change, for durations of shape (arcs,) [s]."""
         event_s = self._network.earliest_s(duration_s)
         length_s = float(event_s[-1])
-        end_s = event_s[self._network.tail] + duration_s
-        ends_s = [end_s[rank.decisions] for rank in self.ranks]
-        return _Changes([np.concatenate([own_s[-1:] - length_s, own_s[:-1]]) for own_s in ends_s], length_s)
+        end_s = event_s[self._network.tail] + duration_s  # shape (arcs,)
+        times_s = []
+        for rank in self.ranks:
+            own_s = end_s[rank.decisions]
+            in_previous_iteration_s = own_s[-1:] - length_s
+            times_s.append(np.concatenate([in_previous_iteration_s, own_s[:-1]]))
+        return _Changes(times_s, length_s)
 
     def _one_clock(self, clock: int) -> Sequences:
         """Return sequences of one clock, given its index from the lowest or, if negative, the highest one."""
@@ -338,15 +344,16 @@ class RunSearch:
 
 
 def _extend(clocks: Indices, run: int) -> None:
-    """Extend a run that is too short, or raise it if both neighbouring clocks are faster."""
+    """Extend a run by an instruction of its slower neighbour, or raise it to that clock if both are faster."""
     first = np.flatnonzero(begins_run(clocks))
     count = len(clocks)
     begin, end = int(first[run]), int(first[(run + 1) % len(first)])
     own, before, after = int(clocks[begin]), int(clocks[begin - 1]), int(clocks[end])
-    if min(before, after) > own:
+    slower = min(before, after)
+    if slower > own:
         length = (end - begin) % count
-        clocks[(begin + np.arange(length)) % count] = min(before, after)
-    elif (after <= before and after < own) or before > own:
+        clocks[(begin + np.arange(length)) % count] = slower
+    elif slower == after:
         clocks[end] = own
     else:
         clocks[begin - 1] = own

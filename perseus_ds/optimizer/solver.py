@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -147,10 +148,11 @@ def _held_plans(
         by_time = by_time[evenly(len(by_time), _LONG_PLANS)]
         deadline_s = free.time_s[by_time]
         by_time = by_time[searched_of(len(by_time))]
-    begun = list(zip(free.clock_mhz.T[by_time], free.price_w.T[by_time], strict=True))
-    candidates = [*simple, *_clocks_of(problem, free), problem.plan(problem.most_frugal).clocks_mhz]
+    searched = list(zip(free.clock_mhz.T[by_time], free.price_w.T[by_time], strict=True))
+    # Plans that may respect a dwell time as they are, and those of them that do.
+    given = [*simple, *map(problem.clocks_of_ranks, free.clock_mhz.T), problem.plan(problem.most_frugal).clocks_mhz]
+    kept: list[Clocks] = []
     found: list[HeldPlan] = []
-    held: list[Clocks] = []
     ladder = dwell_ladder(problem.settings.least_dwell_s or 0.0)
     for number, dwell_s in enumerate(ladder):
 
@@ -158,19 +160,17 @@ def _held_plans(
             progress("clocks", (before + done) / len(ladder))
 
         search = RunSearch(network, dwell_s)
-        own = [FreePlan(search.sequences(clocks), price_w) for clocks, price_w in begun]
-        checked = [(clocks, search.checked(search.of_clocks(clocks), np.inf)) for clocks in candidates]
-        held += [clocks for clocks, plan in checked if plan is not None]
-        start = [*found, *(plan for _, plan in checked if plan is not None)]
-        plans = search.plans(deadline_s, own, start, report)
+        free_plans = [FreePlan(search.sequences(clock_mhz), price_w) for clock_mhz, price_w in searched]
+        start = list(found)  # those for a longer dwell time
+        for clocks in given:
+            plan = search.checked(search.of_clocks(clocks), np.inf)
+            if plan is not None:
+                kept.append(clocks)
+                start.append(plan)
+        plans = search.plans(deadline_s, free_plans, start, report)
         found = [plan for plan in plans if plan is not None]
-    clocks_mhz = [*(search.clocks_mhz(plan.clocks) for plan in found), *held]
+    clocks_mhz = [*(search.clocks_mhz(plan.clocks) for plan in found), *kept]
     return [problem.evaluate(clocks) for clocks in clocks_mhz] or [problem.baseline]
-
-
-def _clocks_of(problem: Problem, free: _FreePlans) -> list[Clocks]:
-    """Return the clocks of each free plan, by rank and in program order."""
-    return [tuple(tuple(clocks[own].tolist()) for own in problem.rank_decisions) for clocks in free.clock_mhz.T]
 
 
 def _relaxed(network: Network, bounds: Bounds, progress: Progress) -> _Optima:
@@ -212,27 +212,44 @@ def refine(left: Tangent, right: Tangent, at: Callable[[float], Tangent], count:
     The curve is convex except near its left end. At most ``count`` tangents are known in the end.
     """
     known = 2
-    queue = [_unknown(left, right)]
-    while queue and known < count:
-        unknown_j, _, left, right = heapq.heappop(queue)
-        if -unknown_j <= _FLAT * right.energy_j:
+    parts = [_PartOfCurve.between(left, right)]
+    while parts and known < count:
+        part = heapq.heappop(parts)
+        left, right = part.left, part.right
+        if -part.minus_unknown_j <= _FLAT * right.energy_j:
             break
         if right.time_s - left.time_s <= _SAME * right.time_s:
             continue
         middle = at((left.time_s + right.time_s) / 2)
         known += 1
-        for pair in ((left, middle), (middle, right)):
-            heapq.heappush(queue, _unknown(*pair))
+        heapq.heappush(parts, _PartOfCurve.between(left, middle))
+        heapq.heappush(parts, _PartOfCurve.between(middle, right))
 
 
-def _unknown(left: Tangent, right: Tangent) -> tuple[float, float, Tangent, Tangent]:
-    """Return the largest distance between two points' chord and their tangents, negated, as an entry of a heap."""
-    span_s = right.time_s - left.time_s
-    chord_w = (left.energy_j - right.energy_j) / span_s
-    above, below = left.slope_w - chord_w, max(chord_w - right.slope_w, 0.0)
-    # Just after T_min more clocks become usable, and the curve falls faster than its tangent.
-    unknown_j = span_s * (above * below / (above + below) if above + below > 0 < above else below / 2)
-    return -unknown_j, left.time_s, left, right
+class _PartOfCurve(NamedTuple):
+    """The part of a curve between two points. In a heap, the part that is least known is the first one.
+
+    Attributes:
+        minus_unknown_j: The largest distance between the chord of the points and their tangents, negated [J].
+        from_s: Time of the first point. The earlier one of two equally unknown parts is the first one [s].
+    """
+
+    minus_unknown_j: float
+    from_s: float
+    left: Tangent
+    right: Tangent
+
+    @classmethod
+    def between(cls, left: Tangent, right: Tangent) -> _PartOfCurve:
+        span_s = right.time_s - left.time_s
+        chord_w = (left.energy_j - right.energy_j) / span_s
+        steeper_w = left.slope_w - chord_w
+        flatter_w = max(chord_w - right.slope_w, 0.0)
+        unknown_w = flatter_w / 2
+        # Otherwise, just after T_min, more clocks become usable, and the curve falls faster than its tangent.
+        if steeper_w > 0:
+            unknown_w = steeper_w * flatter_w / (steeper_w + flatter_w)
+        return cls(-span_s * unknown_w, left.time_s, left, right)
 
 
 def spread(time_s: Floats, energy_j: Floats, count: int) -> Floats:
@@ -244,8 +261,10 @@ def spread(time_s: Floats, energy_j: Floats, count: int) -> Floats:
     parts = np.ones(len(length), dtype=np.intp)
     for _ in range(count - len(time_s)):
         parts[np.argmax(length / parts)] += 1
-    inner = [np.linspace(a, b, n, endpoint=False) for a, b, n in zip(time_s[:-1], time_s[1:], parts, strict=True)]
-    return np.append(np.concatenate(inner), time_s[-1])
+    divided_s = []
+    for begin_s, end_s, count_of_part in zip(time_s[:-1], time_s[1:], parts, strict=True):
+        divided_s.append(np.linspace(begin_s, end_s, count_of_part, endpoint=False))
+    return np.append(np.concatenate(divided_s), time_s[-1])
 
 
 def _is_long(problem: Problem) -> bool:
