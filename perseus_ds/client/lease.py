@@ -218,8 +218,6 @@ class Lease:
                     self._is_released = isinstance(message, messages.Released)
                     if message is None:
                         self._time.sleep(_AGAIN_S / 10)
-                    elif not self._is_released:
-                        self._inbox.append(message)
             self._disconnect()
         return self._is_released
 

@@ -194,7 +194,7 @@ class RunSearch:
         changes = self._changes(self._durations_s(free.clocks))
         no_slower, priced = [], []
         for rank, clocks, times_s in zip(self.ranks, free.clocks, changes.times_s, strict=True):
-            allowed_s = rank.durations_s(clocks) * _FITS
+            allowed_s = rank.durations_s(clocks)
             too_slow_j = _NEVER * np.abs(rank.cost_j).max()
             # Shape (instructions, clocks): the costs of the two shapes.
             no_slower_j = np.where(rank.time_s <= allowed_s[:, None], rank.cost_j, too_slow_j)
