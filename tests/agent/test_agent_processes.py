@@ -504,9 +504,11 @@ def test_a_lease_that_is_granted_again_is_watched_however_long_ago_it_was_lost(a
     """A rank checks its agent only between iterations, which may be long."""
     now = Later()
     lease = Lease(address, str(tmp_path), now)
+    was_watched = False
     while lease.is_granted:
         now.later_s += 60.0  # so that the heartbeat is old
-        lease.is_watched()
+        was_watched = lease.is_watched()
+    assert was_watched, "it was lost just now"
     now.later_s += 60.0
     is_watched: list[bool] = []
 

@@ -37,13 +37,13 @@ def measure(ranks, monkeypatch):
         barrier.wait()
         tensor.copy_(largest)
 
-    def measure_on_rank(load):
+    def measure_on_rank(load, pipeline_ranks):
         rank = dist.get_rank()
-        place = {"pipeline_rank": rank, "pipeline_ranks": RANKS}
+        place = {"pipeline_rank": rank % pipeline_ranks, "pipeline_ranks": pipeline_ranks}
         return measure_gpu(Counter(), lambda seconds: load(rank), torch.device("cpu"), **place)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return lambda load: ranks(RANKS, lambda: measure_on_rank(load))
+    return lambda load, pipeline_ranks=RANKS: ranks(RANKS, lambda: measure_on_rank(load, pipeline_ranks))
 
 
 def test_a_load_that_fails_on_one_rank_is_an_error_on_all(measure):
@@ -56,7 +56,8 @@ def test_a_load_that_fails_on_one_rank_is_an_error_on_all(measure):
     assert "rank 1 could not keep its GPU busy to measure it: RuntimeError('CUDA out of memory')" in errors[0]
 
 
-def test_all_ranks_measure_the_power_while_they_wait(measure):
-    for measured in measure(lambda rank: None):
+@pytest.mark.parametrize("pipeline_ranks", [RANKS, 1])
+def test_all_ranks_measure_the_power_while_they_wait(measure, pipeline_ranks):
+    for measured in measure(lambda rank: None, pipeline_ranks):
         assert measured.blocking_power_w == pytest.approx(POWER_W)
         assert measured.period_s == pytest.approx(PERIOD_S)

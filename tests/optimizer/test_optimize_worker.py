@@ -60,6 +60,7 @@ def test_it_says_how_long_it_will_take_and_uses_one_thread_at_low_priority(tmp_p
     assert process.num_threads() == 1
     assert process.nice() == min(os.nice(0) + NICENESS, 19)
     worker.stop()
+    assert not process.is_running(), "it does not stay in the table of processes"
     assert worker.remaining_s() == 0
     assert worker.error.endswith(f"ended by signal 9 without a result, see {tmp_path / 'optimize.log'}")
 

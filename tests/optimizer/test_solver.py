@@ -236,3 +236,17 @@ def test_the_search_for_a_step_in_the_curve_ends_at_equal_times():
 
     refine(at(1.0), at(2.0), at, 10_000)
     assert 20 < len(asked) == len(set(asked)) < 50
+
+
+def test_deadlines_are_spread_evenly_along_the_curve_between_the_known_ones():
+    time_s, energy_j = np.array([1.0, 2.0, 4.0]), np.array([9.0, 8.0, 8.0])
+    found_s = solver.spread(time_s, energy_j, 8)
+    assert found_s == pytest.approx([1.0, 1.25, 1.5, 1.75, 2.0, 8 / 3, 10 / 3, 4.0])
+
+
+def test_clocks_that_cannot_meet_the_deadline_do_not_loosen_the_bound():
+    """On a single rank no pass has slack, so at ``T_min`` each runs at its fastest clock."""
+    problem = problem_for(one_f_one_b(1, 4), synthetic_profile(1), blocking_power_w=POWER_W)
+    relaxation = Relaxation(Network(problem))
+    assert relaxation.pieces(problem.t_min_s).length_s.size == 0
+    assert relaxation.pieces(1.5 * problem.t_min_s).length_s.size > 0

@@ -126,3 +126,8 @@ def test_iterations_are_read_as_if_each_were_the_first(iterations):
         repeated.begin_iteration()
         expected = [fresh.read(type(command), command.phase) for command in iteration]
         assert [repeated.read(command) for command in iteration] == expected
+
+
+def test_a_command_without_a_phase_is_of_the_only_stage_of_its_rank():
+    (forward,) = RepeatedReader(1, 4, batched=False).read(ds.ForwardPass(buffer_id=0))
+    assert forward.instruction == Instruction(1, Kind.FORWARD, 0)

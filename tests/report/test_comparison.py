@@ -2,16 +2,17 @@
 
 import pytest
 from live_records import iteration, started, write
+from pipelines import synthetic_profile
 
 from perseus_ds.artifacts.profile import GpuSettings
-from perseus_ds.artifacts.run_events import ClockNotReached
+from perseus_ds.artifacts.run_events import ClockNotReached, OrderPlanned
 from perseus_ds.artifacts.run_savings import TrialState
 from perseus_ds.cli.main import main
 from perseus_ds.errors import ConfigError
 from perseus_ds.report.comparison import compare
 from perseus_ds.report.facts import MeasuredPoint, measured_points
 from perseus_ds.report.inputs import read, read_run
-from perseus_ds.units import plain
+from perseus_ds.units import joules, plain
 
 
 def start(mode, job="ours", **fields):
@@ -22,15 +23,15 @@ def default(iterations, energy_j, phase="observe"):
     return [iteration(n, phase, 1.0, energy_j) for n in range(iterations)]
 
 
-def write_run(folder, phase, time_s, energy_j, *, job="ours", plan=None, saved=0.0, iterations=6, events=()):
-    ran = [iteration(n, phase, time_s, energy_j, plan=plan, saved=saved) for n in range(iterations)]
+def write_run(folder, phase, time_s, energy_j, *, job="ours", plan=None, saved=0.0, iterations=6, events=(), **fields):
+    ran = [iteration(n, phase, time_s, energy_j, plan=plan, saved=saved, **fields) for n in range(iterations)]
     write(folder, [start("run" if phase == "run" else "observe", job), *events, *ran])
 
 
 @pytest.fixture
 def runs(tmp_path):
     capped = ClockNotReached(rank=0, clock_mhz=None, reached_mhz=1200, reasons=["sw_power_cap"])
-    write_run(tmp_path / "planned", "run", 1.01, 850.0, plan=4, saved=0.15)
+    write_run(tmp_path / "planned", "run", 1.01, 850.0, plan=4, saved=0.15, default_time_s=1.0)
     write_run(tmp_path / "capped", "observe", 1.1, 900.0, events=[capped])
     write_run(tmp_path / "default", "observe", 1.0, 1000.0)
     return tmp_path
@@ -55,6 +56,8 @@ def test_what_default_clocks_take_for_the_iterations_under_plans_is_the_best_bas
     assert found.why == "what default clocks take for the iterations under its plans"
     changes = {row.name: plain(found.energy(row)) for row in found.rows}
     assert changes["planned: plan 4"] == "-15.0 +/- 0.3 %"
+    (row,) = (row for row in found.rows if row.saving is not None)
+    assert (found.baseline.point.time_s, plain(found.time(row))) == (1.0, "+1.0 +/- 0.2 %")
     assert changes["default: default clocks"] == "0.0 %"
     assert "planned: the saving is certain." in found.notes
 
@@ -66,6 +69,17 @@ def test_a_run_with_undecided_plans_has_a_number_of_pairs_instead_of_per_cents(r
     (row,) = (row for row in found.rows if row.name == "undecided: plan 4")
     assert (found.time(row), found.energy(row)) == ("2 pairs", "2 pairs")
     assert "undecided: the saving is undecided after 2 pairs of blocks." in found.notes
+
+
+def test_the_energy_of_a_sample_is_that_of_the_same_iterations(tmp_path):
+    """Iterations at default clocks have 8 micro-batches of 2 samples, and those under plans have 4."""
+    default = [iteration(n, "observe", 2.0, 160.0) for n in (1, 2)]
+    planned = [iteration(n, "run", 1.0, 60.0, plan=4, order=1, default_energy_j=80.0) for n in (3, 4, 5)]
+    schedules = [OrderPlanned(order=1, micro_batches=4)]
+    write(tmp_path, [start("run", micro_batches=8, pipelines=1), *schedules, *default, *planned])
+    found = read(tmp_path)
+    found.profile = synthetic_profile(2, micro_batches=8, micro_batch_size=2)
+    assert [row.energy_per_sample for row in compare([found]).rows] == [joules(80.0 / 8), joules(60.0 / 8)]
 
 
 def test_runs_under_different_power_limits_name_them(runs):

@@ -80,11 +80,11 @@ def test_the_bill_counts_every_iteration_and_the_data_centre(tmp_path):
     records = [START, *(iteration(n, "observe", 2.0, 100.0) for n in (1, 2)), iteration(3, "observe", 2.0, None)]
     write(tmp_path, records)
     found = read(tmp_path)
-    found.profile = synthetic_profile(2, pipeline_ranks=2, data_parallel=4)
+    found.profile = synthetic_profile(2, pipeline_ranks=2, data_parallel=4, tensor_parallel=3)
     bill = tile_of(found, "The whole run")
     assert bill.value == units.watt_hours(1.5 * 200.0)
     price = units.money(1.5 * 200.0 / 3.6e6 * 0.25, "EUR")
-    for part in ("3 iterations in 6.000 s", "not counting 1 iterations", "48.00 GPU-s", plain(price)):
+    for part in ("3 iterations in 6.000 s", "not counting 1 iterations", "2.400 GPU-min", plain(price)):
         assert part in plain(bill.note)
     assert FACTORS.carbon(3.6e6) == units.grams(1.5 * 400)
 
@@ -131,6 +131,8 @@ def test_the_report_as_json_has_the_figures_of_its_inputs_and_factors(tmp_path, 
     found = read(tmp_path)
     assert (run["energy_j"], run["folder"]) == (found.runs[0].job.total().energy_j, str(tmp_path))
     assert run["cost"] == pytest.approx(run["energy_j"] / 3.6e6 * 1.5 * 0.2)
+    assert run["saved_cost"] == pytest.approx(run["whole"]["saved_j"] / 3.6e6 * 1.5 * 0.2)
+    assert run["carbon_g"] == pytest.approx(run["energy_j"] / 3.6e6 * 1.5 * 436)
     assert run["saved_carbon_g"] == pytest.approx(run["whole"]["saved_j"] / 3.6e6 * 1.5 * 436)
     assert printed["plans"][0]["time_s"] == found.frontier.plans[0].time_s
     assert (printed["plan_in_use"], printed["factors"]["pue"]) == (found.plan_used, 1.5)
@@ -195,7 +197,7 @@ def test_the_trend_shows_a_saving_that_fades(tmp_path):
 
 
 def test_other_plans_are_compared_with_the_one_in_use(tmp_path, job):
-    write_auto_run(tmp_path, job)
+    write_auto_run(tmp_path, job, is_compared=True)
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     table = page[page.index('aria-label="Other plans"') :].partition("</table>")[0]
@@ -204,12 +206,17 @@ def test_other_plans_are_compared_with_the_one_in_use(tmp_path, job):
         for number, row in re.findall(r">plan (\d+)(.*?)</tr>", table, re.S)
     }
     plans, used, baseline = job.frontier.plans, job.frontier.plans[2], job.frontier.baseline
+    in_words = {str(other.number): other for other in facts(read(tmp_path), FACTORS).others}
     assert {"0", "2", str(len(plans) - 1)} <= rows.keys()
     for number, cells in rows.items():
         plan = plans[int(number)]
         relative = (plan.time_s / used.time_s - 1, plan.energy_j / used.energy_j - 1)
         saved = units.percent(1 - plan.energy_j / baseline.energy_j)
         assert cells == [*(units.percent(value, 2) for value in relative), saved]
+        change_j = 3 * (plan.energy_j - used.energy_j)
+        sign = "+" if change_j > 0 else ""
+        assert in_words[number].change == sign + units.joules(change_j), "of the three iterations under the plan"
+        assert in_words[number].price == sign + FACTORS.price(change_j)
 
 
 @pytest.mark.parametrize("needs_hardly_more", [True, False])
@@ -219,8 +226,13 @@ def test_a_plan_that_needs_hardly_more_time_than_the_one_in_use_is_named(tmp_pat
     write_auto_run(tmp_path, job, number=number)
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    named = re.findall(rf"1 % more time than plan {number} allows plan (\d+): ", page)
+    named = re.findall(rf"1 % more time than plan {number} allows plan (\d+): (.*?) energy at (.*?) time", page)
     assert bool(named) is needs_hardly_more
+    used = job.frontier.plans[number]
+    for other, energy, time in named:
+        plan = job.frontier.plans[int(other)]
+        assert energy == units.percent(plan.energy_j / used.energy_j - 1, 2)
+        assert time == units.percent(plan.time_s / used.time_s - 1, 2)
 
 
 def test_the_terminal_shows_the_tiles_of_the_page(tmp_path, job, capsys):

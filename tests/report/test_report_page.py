@@ -17,7 +17,7 @@ from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.cli.main import main
 from perseus_ds.report.facts import Factors, facts, points_of_one_pipeline
 from perseus_ds.report.inputs import read, read_run
-from perseus_ds.units import joules
+from perseus_ds.units import gpu_time, joules, percent
 
 
 @pytest.fixture
@@ -81,15 +81,26 @@ def test_the_page_is_complete_in_itself_and_says_what_is_simulated(folder, job, 
         assert f"rank {slowest}, the slowest" in words
         for rank, waits in enumerate(measured.waits):
             assert re.search(rf"rank {rank}(, the slowest)?\s+{100 * waits:.1f} %", words)
+    for table, (_, measured) in zip(facts(found, FACTORS).waits, found.measured, strict=True):
+        mean_s = sum(measured.busy_s) / RANKS
+        assert [row[3] for row in table.rows] == [percent(busy_s / mean_s - 1) for busy_s in measured.busy_s]
 
 
+@pytest.mark.parametrize("shares_counters", [False, True])
 @pytest.mark.parametrize("profiled_pipelines", [None, 1])
-def test_points_of_data_parallel_jobs_have_the_energy_of_one_pipeline(tmp_path, job, profiled_pipelines):
-    """The profile may be missing, or be that of another job with fewer pipelines."""
+def test_points_of_data_parallel_jobs_have_the_energy_of_one_pipeline(
+    tmp_path, job, profiled_pipelines, shares_counters
+):
+    """The profile may be missing, or be that of another job with fewer pipelines.
+
+    GPUs that share a counter are one in the profile, and the second has no energy.
+    """
     folder, pipelines, default = tmp_path / "run", 8, job.frontier.baseline
+    of_counter_j = default.energy_j / RANKS
+    of_gpus_j = [of_counter_j, 0.0] if shares_counters else [of_counter_j]
     by_gpu = {
         "energy_by_pipeline_j": [default.energy_j] * pipelines,
-        "energy_by_rank_j": [default.energy_j / RANKS] * (RANKS * pipelines),
+        "energy_by_rank_j": of_gpus_j * (RANKS * pipelines),
     }
     ran = [iteration(n, "observe", default.time_s, pipelines * default.energy_j, **by_gpu) for n in range(1, 8)]
     job.frontier.save(folder)
@@ -99,7 +110,7 @@ def test_points_of_data_parallel_jobs_have_the_energy_of_one_pipeline(tmp_path, 
     found = read(folder)
     (point,) = points_of_one_pipeline(found)
     assert (point.time_s, point.energy_j) == pytest.approx((default.time_s, default.energy_j))
-    assert found.gpus(found.runs[0]) == RANKS * pipelines
+    assert found.gpus(found.runs[0]) == RANKS * pipelines * len(of_gpus_j)
 
 
 def test_a_job_with_an_unknown_number_of_gpus_is_not_drawn_beside_plans(tmp_path, job):
@@ -114,7 +125,9 @@ FACTORS = Factors(carbon_g_per_kwh=400, price_per_kwh=0.25, currency="EUR")
 def test_a_report_counts_what_finding_the_plans_took(tmp_path, job):
     write_auto_run(tmp_path, job, is_compared=True)
     default, plan = job.frontier.baseline, job.frontier.plans[2]
-    (found,) = facts(read(tmp_path), FACTORS).runs
+    inputs = read(tmp_path)
+    inputs.profile.info = inputs.profile.info.model_copy(update={"pipeline_ranks": RANKS, "data_parallel": 2})
+    (found,) = facts(inputs, FACTORS).runs
     planned, everything, projected = found.rows
     assert (planned.iterations, everything.iterations) == ("3", "8")
     assert projected.what == "under plan 2, at that rate"
@@ -125,6 +138,13 @@ def test_a_report_counts_what_finding_the_plans_took(tmp_path, job):
     assert found.saving.saved == pytest.approx(1 - plan.energy_j / default.energy_j)
     gained_s = 3 * (default.time_s - plan.time_s) - 2 * 0.1 * default.time_s
     assert found.run.job.whole.gained_s == pytest.approx(gained_s)
+    gained_by_plan_s = default.time_s - plan.time_s
+    for row, of_pipeline_s in (
+        (planned, 3 * gained_by_plan_s),
+        (everything, gained_s),
+        (projected, 1e5 * gained_by_plan_s),
+    ):
+        assert row.gpu_time == gpu_time(2 * RANKS * of_pipeline_s)
     assert found.iterations == 8
 
 

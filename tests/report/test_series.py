@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from live_records import iteration, started, write
 from matplotlib.figure import Figure
 from pipelines import synthetic_profile
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.report import figures
-from perseus_ds.report.facts import MeasuredPoint
+from perseus_ds.report.facts import MeasuredPoint, Trend
 from perseus_ds.report.figures import (
     PALETTE,
     SERIES,
@@ -17,6 +18,7 @@ from perseus_ds.report.figures import (
     profile_curves,
     stage_groups,
 )
+from perseus_ds.report.inputs import read_run
 from perseus_ds.report.pictures import frontier_picture
 
 
@@ -46,6 +48,26 @@ def test_stages_that_take_the_same_are_one_curve():
     curves = profile_curves(both)
     assert [curve.label for curve in curves[::2]] == ["stages 0, 3", "stage 1", "stages 2, 5", "stage 4"]
     assert len({(curve.colour, curve.kind) for curve in curves}) == len(curves) == 8
+
+
+def test_the_history_has_energies_above_times_and_what_default_clocks_take(tmp_path):
+    planned = iteration(2, "run", 1.5, 60.0, plan=3, default_time_s=1.2, default_energy_j=80.0)
+    write(tmp_path, [started(), iteration(1, "observe", 2.0, 100.0), planned])
+    drawn = figures.history_figure([read_run(tmp_path)])["data"]
+    assert [(trace["name"], trace.get("yaxis", "y"), trace["y"]) for trace in drawn] == [
+        ("observe", "y", [100.0]), ("observe", "y2", [2.0]),
+        ("run", "y", [60.0]), ("run", "y2", [1.5]),
+        ("default clocks, mean", "y", [80.0, 80.0]), ("default clocks, mean", "y2", [1.2, 1.2]),
+    ]  # fmt: skip
+
+
+def test_a_trend_is_in_per_cent_and_powers_are_in_watts():
+    trend = Trend((1.0, 2.0), "hours", energy=(-0.1, -0.2), time=(0.01, 0.02), texts=("", ""))
+    assert [trace["y"] for trace in figures.trend_figure(trend)["data"]] == [[-10.0, -20.0], [1.0, 2.0]]
+    profile = synthetic_profile(1)
+    (curve, *_) = profile_curves(profile)
+    options = profile.options(0, curve.kind)
+    assert curve.values(profile, "power") == pytest.approx(options.energy_j / options.time_s)
 
 
 def test_a_difference_of_one_percent_looks_small():

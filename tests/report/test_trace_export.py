@@ -8,7 +8,7 @@ import pytest
 from run_folders import MICRO_BATCHES, RANKS, measured, write_auto_run
 
 from perseus_ds.cli.main import main
-from perseus_ds.pipeline.instruction import Kind
+from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Transfer
 from perseus_ds.report.timeline import Bar, DrawnTimeline, chrome_trace, measured_timeline, timeline
 
@@ -50,6 +50,14 @@ def test_slices_of_a_thread_do_not_overlap(trace):
     for events in threads.values():
         assert all(e["dur"] >= 0 for e in events)
         assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in pairwise(sorted(events, key=lambda e: e["ts"])))
+
+
+def test_a_rank_waits_from_the_end_of_all_that_it_does():
+    """A transfer may end before the pass during which it began."""
+    forward, later = Instruction(0, Kind.FORWARD, 0), Instruction(0, Kind.FORWARD, 1)
+    transfer = Transfer("activation", 0, 1, 0)
+    bars = (Bar(0, forward, 0.0, 3.0, 1410), Bar(0, transfer, 1.0, 2.0, None), Bar(0, later, 4.0, 5.0, 1410))
+    assert DrawnTimeline(bars, 1, 6.0, 1.0).waits(0) == [(3.0, 4.0, later), (5.0, 6.0, None)]
 
 
 def test_transfers_at_the_same_time_have_threads_of_their_own():
