@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +43,8 @@ class Sweep:
 
     def next_clocks(self, rows: Sequence[Measurement]) -> list[int]:
         """Return the clock to measure next [MHz]. Empty if the sweep is finished."""
-        energies_j = [energy_j for _, (_, energy_j) in sorted(_sums_by_clock(rows).items(), reverse=True)]
+        falling_clocks = sorted(_sums_by_clock(rows).items(), reverse=True)
+        energies_j = [of_clock.energy_j for _, of_clock in falling_clocks]
         last = energies_j[-_RISES_TO_STOP - 1 :]
         rising = len(last) > _RISES_TO_STOP and all(a < b for a, b in pairwise(last))
         return [] if rising or not self._left else [self._left.pop(0)]
@@ -84,7 +86,7 @@ class AdaptiveSampler:
         likely = self._descend(_sums_by_clock(rows)) if len(self._requested) < self._budget else []
         return likely[0] if likely else None
 
-    def _descend(self, sums: dict[int, tuple[float, float]]) -> list[int]:
+    def _descend(self, sums: dict[int, _OneOfEach]) -> list[int]:
         if not self._requested:
             return self._clocks[-1:]
         lowest = min(self._requested)
@@ -98,17 +100,19 @@ class AdaptiveSampler:
         target_mhz = lowest * (self._clocks[0] / lowest) ** (1 / max(1, steps))
         return [min(below, key=lambda clock: abs(clock - target_mhz))]
 
-    def _descended(self, sums: dict[int, tuple[float, float]]) -> bool:
+    def _descended(self, sums: dict[int, _OneOfEach]) -> bool:
         """Return True if instructions are slower, energy has risen, and effective energy no longer falls."""
         if len(sums) < 3:
             return False
-        (time_s, energy_j), (before_s, before_j), *_ = (found for _, found in sorted(sums.items()))
-        saved_j = before_j - energy_j + self._blocking_power_w * (time_s - before_s)
-        effective_j = before_j - self._blocking_power_w * before_s
-        slowed = time_s > _SLOWED * min(t for t, _ in sums.values())
-        return slowed and energy_j > min(e for _, e in sums.values()) and saved_j < _SAVING_PER_STEP * effective_j
+        lowest_mhz, before_mhz, *_ = sorted(sums)
+        lowest, before = sums[lowest_mhz], sums[before_mhz]
+        saved_j = before.energy_j - lowest.energy_j + self._blocking_power_w * (lowest.time_s - before.time_s)
+        effective_j = before.energy_j - self._blocking_power_w * before.time_s
+        is_slower = lowest.time_s > _SLOWED * min(each.time_s for each in sums.values())
+        has_risen = lowest.energy_j > min(each.energy_j for each in sums.values())
+        return is_slower and has_risen and saved_j < _SAVING_PER_STEP * effective_j
 
-    def _refine(self, rows: Sequence[Measurement], sums: dict[int, tuple[float, float]]) -> list[int]:
+    def _refine(self, rows: Sequence[Measurement], sums: dict[int, _OneOfEach]) -> list[int]:
         """Return the clocks between measured ones that may improve plans the most."""
         if len(sums) < 3:
             return []
@@ -122,9 +126,9 @@ class AdaptiveSampler:
                 break
             chosen.append(best)
             # The next clock is chosen from another gap between measured clocks.
-            below = max(c for c in self._requested if c < best)
-            above = min(c for c in self._requested if c > best)
-            gain = {c: p for c, p in gain.items() if not below < c < above}
+            below = max(clock for clock in self._requested if clock < best)
+            above = min(clock for clock in self._requested if clock > best)
+            gain = {clock: of_clock for clock, of_clock in gain.items() if not below < clock < above}
         return chosen
 
     def _possible_gains(self, rows: Sequence[Measurement], candidates: Sequence[int]) -> dict[int, float]:
@@ -151,8 +155,15 @@ class AdaptiveSampler:
         return dict(gains)
 
 
-def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, tuple[float, float]]:
-    """Return, by clock, the total time [s] and energy [J] of one instruction of each stage and kind.
+class _OneOfEach(NamedTuple):
+    """Total time [s] and energy [J] of one instruction of each stage and kind at a clock."""
+
+    time_s: float
+    energy_j: float
+
+
+def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, _OneOfEach]:
+    """Return, by clock, the totals of one instruction of each stage and kind.
 
     Clocks without a row of each stage and kind are omitted, because their sums would be too small.
     """
@@ -164,7 +175,7 @@ def _sums_by_clock(rows: Iterable[Measurement]) -> dict[int, tuple[float, float]
     sums = {}
     for clock_mhz, found in by_clock.items():
         if len(found) == len(keys):
-            sums[clock_mhz] = sum(row.time_s for row in found), sum(row.energy_j for row in found)
+            sums[clock_mhz] = _OneOfEach(sum(row.time_s for row in found), sum(row.energy_j for row in found))
     return sums
 
 

@@ -94,14 +94,17 @@ def estimate_all(profile: StageProfile, clocks_mhz: Collection[int]) -> StagePro
 def _estimate_kind(
     profile: StageProfile, kind: Kind, stages: list[int], clocks_mhz: Collection[int]
 ) -> list[tuple[Measurement, RowQuality]]:
-    asked = np.array(sorted({*clocks_mhz, *(int(c) for s in stages for c in profile.options(s, kind).clock_mhz)}))
-    times, powers = estimate_curves(*_series(profile, kind, stages), asked.astype(float))
+    wanted_mhz = set(clocks_mhz)
+    for stage in stages:
+        wanted_mhz.update(profile.options(stage, kind).clock_mhz.tolist())
+    clocks = sorted(wanted_mhz)
+    times, powers = estimate_curves(*_series(profile, kind, stages), np.array(clocks, dtype=float))
     known, result = profile.info.quality, []
     for stage, time, power in zip(stages, times, powers, strict=True):
         measured = set(profile.options(stage, kind).clock_mhz.tolist())
         energy_error = np.hypot(time.error, power.error)
         energy_j = time.value * power.value
-        for number, clock_mhz in enumerate(asked.tolist()):
+        for number, clock_mhz in enumerate(clocks):
             if not min(measured) <= clock_mhz <= max(measured):
                 continue
             measured_quality = known.get((stage, kind, clock_mhz))
@@ -195,20 +198,20 @@ class _ResidualModel:
         # Without unknown errors, there is nothing to choose.
         noises = _NOISES if np.isnan(known).any() else (math.nan,)
         errors = [np.where(np.isnan(known), noise, np.maximum(known, _LEAST_NOISE)) for noise in noises]
-        best: tuple[float, _Kernel, Floats] | None = None
+        best_likelihood = -math.inf
         for length_scale in _LENGTH_SCALES_MHZ:
             unit = _Kernel(1.0, length_scale)(self._index, self._clock_mhz, self._index, self._clock_mhz)
             for error, amplitude in product(errors, _AMPLITUDES):
                 likelihood = _log_likelihood(amplitude**2 * unit + np.diag(error**2), residual)
-                if likelihood > (-math.inf if best is None else best[0]):
-                    best = likelihood, _Kernel(amplitude, length_scale), error
-        if best is None:
+                if likelihood > best_likelihood:
+                    best_likelihood = likelihood
+                    self._kernel, best_error = _Kernel(amplitude, length_scale), error
+        if best_likelihood == -math.inf:
             raise ProfileError(
                 "The rows of the profile determine no estimates: their values or errors are not finite, or are too "
                 "far from each other. Measure the profile again."
             )
-        _, self._kernel, error = best
-        covariance = self._kernel(self._index, self._clock_mhz, self._index, self._clock_mhz) + np.diag(error**2)
+        covariance = self._kernel(self._index, self._clock_mhz, self._index, self._clock_mhz) + np.diag(best_error**2)
         self._factor = cho_factor(covariance, lower=True)
         self._solved = cho_solve(self._factor, residual)
         self._calibration = self._calibrated(residual)

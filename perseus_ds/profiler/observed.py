@@ -48,7 +48,8 @@ def observed_profile(file: TimelineFile, powers_w: Sequence[float], *, blocking_
             if isinstance(span.operation, Compute) and (work := span.operation.instruction).kind is not Kind.TAIL:
                 durations_s[work.stage, work.kind].append(span.time_s)
                 rank_of[work.stage] = rank
-    waits = [statistics.fmean(shares) for shares in zip(*(each.waits for each in iterations), strict=True)]
+    by_iteration = [each.waits for each in iterations]
+    waits = [statistics.fmean(of_rank) for of_rank in zip(*by_iteration, strict=True)]
     if len(powers_w) != len(waits):
         powers_w = []
     known_w = blocking_power_w if blocking_power_w is not None else _blocking_power_w(waits, powers_w)

@@ -307,6 +307,10 @@ class _RanAtClock(NamedTuple):
     size: float
     times_s: list[float]
 
+    def at_size_of_rows_s(self, exponent_of_size: float) -> list[float]:
+        """Return the times as for inputs of the size of the rows [s]."""
+        return [time_s / self.size**exponent_of_size for time_s in self.times_s]
+
 
 class _Spread(NamedTuple):
     """Relative standard deviation of times between iterations, and the number of repetitions that it is based on."""
@@ -401,8 +405,7 @@ class OnlineProfiler:
 
     def _times_s(self, clock_mhz: int, key: Key) -> list[list[float]]:
         """Return the times of a key in each iteration at a clock, as for inputs of the size of the rows [s]."""
-        exponent_of_size = self._exponents[key]
-        return [[time_s / ran.size**exponent_of_size for time_s in ran.times_s] for ran in self._ran[clock_mhz, key]]
+        return [ran.at_size_of_rows_s(self._exponents[key]) for ran in self._ran[clock_mhz, key]]
 
     def _exponent(self, key: Key) -> float:
         """Return the exponent of the size to which the times of a key are proportional."""

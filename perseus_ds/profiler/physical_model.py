@@ -42,6 +42,8 @@ _REWEIGHTED = 3
 _FEWEST_BELOW_LIMIT = 2
 # A limit is assumed only if it increases twice the logarithm of the likelihood of the rows by this.
 _LIMIT_EVIDENCE = 3.0
+# Added to misfits, so that no limit is assumed because of rounding errors in rows without noise.
+_PERFECT = 1e-12
 _SINGULAR = 1e-12
 
 
@@ -71,11 +73,14 @@ class TimeModel:
     def __init__(self, series: Sequence[Series]) -> None:
         rows = sum(len(of.clock_mhz) for of in series)
         # Twice the logarithm of the likelihood is -rows * log(misfit).
-        penalty = math.exp(_LIMIT_EVIDENCE / rows)
+        penalty_of_limit = math.exp(_LIMIT_EVIDENCE / rows)
         best_misfit = np.inf
         for limit_mhz in (np.inf, *_possible_limits(series)):
             fits = [_time_fit(of, limit_mhz) for of in series]
-            misfit = sum(fit.misfit for fit in fits) * (penalty if limit_mhz < np.inf else 1.0) + 1e-12
+            misfit = sum(fit.misfit for fit in fits)
+            if limit_mhz < np.inf:
+                misfit *= penalty_of_limit
+            misfit += _PERFECT
             if misfit < best_misfit:
                 best_misfit, self._fits, self.limit_mhz = misfit, fits, limit_mhz
         self.reached_mhz = [fit.reached_mhz for fit in self._fits]

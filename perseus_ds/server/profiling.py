@@ -283,7 +283,8 @@ class _Measurement:
             GpuError: The clock could not be set, or the power remains unknown.
         """
         self._measured.add(clock_mhz)
-        needed = first = self.iterations_with(missing := _REFRESHES, time_s)
+        missing = _REFRESHES
+        needed = first = self.iterations_with(missing, time_s)
         for _ in range(_MOST_VISITS):
             early = 0
             while self._received[clock_mhz] < needed:
@@ -295,8 +296,9 @@ class _Measurement:
                 self._add_iteration(await iteration(wanted))
             self._end_visit()
             self._received[clock_mhz] = self._requested[clock_mhz] = 0
-            expected, missing = missing, _REFRESHES - min(self._refreshes[rank, clock_mhz] for rank in self._ranks)
-            if 2 * missing > expected:  # iterations are shorter than expected, or not in a row
+            were_missing = missing
+            missing = _REFRESHES - min(self._refreshes[rank, clock_mhz] for rank in self._ranks)
+            if 2 * missing > were_missing:  # iterations are shorter than expected, or not in a row
                 needed = min(2 * needed, _LONGEST_VISIT * first)
             elif missing > 0:
                 needed = self.iterations_with(missing, time_s)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -83,6 +84,14 @@ class _KeptState(FileModel):
     plans: dict[str, Any] = Field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _OpenIteration:
+    """An iteration that not all ranks have reported: by rank, its report, and its operations as they were sent."""
+
+    reports: dict[int, RankReport] = field(default_factory=dict)
+    contents: dict[int, bytes] = field(default_factory=dict)
+
+
 class JobServer:
     """Decides for all ranks of a job.
 
@@ -142,8 +151,7 @@ class JobServer:
         )
         self.runs = RunSender(self._context, self._timelines, epoch << 32)  # agents know serials of earlier servers
         self._profiled_limit = msg.SetProfiledLimit(None)
-        # By iteration, the reports and operations of the ranks that have sent them.
-        self._open: dict[int, tuple[dict[int, RankReport], dict[int, bytes]]] = {}
+        self._open: defaultdict[int, _OpenIteration] = defaultdict(_OpenIteration)
         self._completed = 0
         self._missing_s = 0.0  # time for which reports of ranks have been missing
         self._ticked_s = timebase.now_s()
@@ -242,7 +250,7 @@ class JobServer:
                 self._add_report(rank, message)
             case Spans():
                 if message.iteration > self._completed:
-                    contents = self._open.setdefault(message.iteration, ({}, {}))[1]
+                    contents = self._open[message.iteration].contents
                     contents[rank] = contents.get(rank, b"") + message.content
             case msg.ClockRefused():
                 fields = msgspec.structs.asdict(message)
@@ -315,7 +323,7 @@ class JobServer:
         state.memory_bytes = max(state.memory_bytes, message.report.memory_bytes)
         if number <= self._completed:
             return  # a duplicate, or later than a complete one
-        reports, contents = self._open.setdefault(number, ({}, {}))
+        reports, contents = self._open[number].reports, self._open[number].contents
         reports.setdefault(rank, message)
         if len(reports) == self.job.world_size:
             self._completed = number
@@ -338,14 +346,15 @@ class JobServer:
         without_s = _MOST_AT_ONCE * iteration_s + self._missing_s
         if self.next.is_at_default_clocks or without_s <= max(_MISSING_S, _MISSING_ITERATIONS * iteration_s):
             return
-        reports, _ = self._open[min(self._open)]
+        reports = self._open[min(self._open)].reports
         missing = [rank for rank in range(self.job.world_size) if rank not in reports]
         ranks = f"rank {missing[0]}" + (f" and {len(missing) - 1} other ranks" if len(missing) > 1 else "")
         self.has_failed(PerseusError(f"reports of {ranks} no longer arrive"))
 
     def _forget(self, number: int) -> None:
         """Discard reports of iterations up to ``number``. No more reports of earlier ones are expected."""
-        self._open = {each: found for each, found in self._open.items() if each > number}
+        for earlier in [each for each in self._open if each <= number]:
+            del self._open[earlier]
 
     def _change_steps(self, message: msg.Steps | msg.MoreSteps) -> None:
         """Change the number of training steps, from the iteration after that of the message on."""
