@@ -118,4 +118,10 @@ def _read(written: _Operation) -> Operation:
     name, *fields = written
     if written[0] == "compute":
         return Compute(Instruction(*written[1:]))
-    return _CLASSES[name](*(tuple(Transfer(*t) for t in f) if isinstance(f, tuple) else f for f in fields))
+    arguments: list[object] = []
+    for field in fields:
+        if isinstance(field, tuple):
+            arguments.append(tuple(Transfer(*transfer) for transfer in field))
+        else:
+            arguments.append(field)
+    return _CLASSES[name](*arguments)

@@ -8,7 +8,7 @@ import re
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,11 +82,15 @@ def _written_schedule(profile: StageProfile, named: str | None) -> Schedule | No
     return None if named or profile.info.streams is None else profile.info.streams.to_schedule()
 
 
+def _forwards(kinds: Iterable[str]) -> int:
+    return sum(kind == Kind.FORWARD for kind in kinds)
+
+
 def schedule_of_plans(pairs: Pairs, profile: StageProfile, schedule: str | None) -> Schedule:
     """Return the schedule of imported plans, given their numbers of ranks and forwards."""
     written = _written_schedule(profile, schedule)
-    forwards = [sum(kind == Kind.FORWARD for kind, _ in entries) for entries in pairs]
-    if written and forwards == [sum(i.kind is Kind.FORWARD for i in stream) for stream in written.instructions]:
+    forwards = [_forwards(kind for kind, _ in entries) for entries in pairs]
+    if written and forwards == [_forwards(each.kind for each in stream) for stream in written.instructions]:
         return written
     _, found = find_schedule(profile.info.schedule, schedule)
     per_rank = stages_per_rank(found)

@@ -184,10 +184,7 @@ def rank_facts(
         versions={**facts.versions, **own_versions()},
         micro_batch_size=_count(facts.micro_batch_size),
         engine=facts.engine,
-        parts={
-            stage: json.dumps([part.model_dump(mode="json") for part in parts]).encode()
-            for stage, parts in facts.parts.items()
-        },
+        parts={stage: _encoded(parts) for stage, parts in facts.parts.items()},
         tied=facts.tied,
         node=f"{socket.gethostname()} {places.boot_id()}",
         gpu=gpu.name,
@@ -210,6 +207,11 @@ def _count(value: float | None) -> int | None:
     Engines take some of their counts from the user's configuration, in which ``float("inf")`` and ``1e9`` are common.
     """
     return int(value) if value is not None and abs(value) < _LARGEST_COUNT else None
+
+
+def _encoded(parts: Sequence[Part]) -> bytes:
+    """Return parts of a stage in JSON."""
+    return json.dumps([part.model_dump(mode="json") for part in parts]).encode()
 
 
 def _start_server(

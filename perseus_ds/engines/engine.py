@@ -660,13 +660,11 @@ def require(
 
 def fingerprint(modules: Iterable[torch.nn.Module], *settings: object) -> str:
     """Return a text that changes with any property that affects the times of a rank's instructions."""
-    content = [
-        (
-            [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()],
-            [type(layer).__name__ for layer in module.modules()],
-        )
-        for module in modules
-    ]
+    content = []
+    for module in modules:
+        parameters = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+        classes = [type(layer).__name__ for layer in module.modules()]
+        content.append((parameters, classes))
     return hashlib.sha256(repr((content, settings)).encode()).hexdigest()
 
 

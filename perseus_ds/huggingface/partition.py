@@ -13,7 +13,7 @@ import copy
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,8 +45,6 @@ from perseus_ds.simulation.device_models import DEVICES, DeviceModel
 from perseus_ds.simulation.work import FlopCounter
 from perseus_ds.timebase import REAL_TIME, Timebase
 
-Passes = dict[Kind, tuple[Floats, Floats]]
-"""By kind, the time [s] and energy [J] at each clock."""
 logger = logging.getLogger("perseus_ds")
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
@@ -56,6 +54,24 @@ _FLOPS_A_SECOND = 1e14
 """Speed of a simulated GPU at its highest clock. It is assumed; cuts and relative savings do not depend on it."""
 _WINDOW_S, _SETTLE_S, _CLOCKS = 2.0, 0.3, 8
 """On a GPU: duration of each measurement, time until a clock is in effect, and number of measured clocks."""
+
+
+class AtClocks(NamedTuple):
+    """Time [s] and energy [J] of a pass at each clock, shape (clocks,)."""
+
+    time_s: Floats
+    energy_j: Floats
+
+
+Passes = dict[Kind, AtClocks]
+
+
+class PartCosts(NamedTuple):
+    """Costs of a layer, the embedding or the head."""
+
+    passes: Passes
+    parameters: int
+    held_bytes: int
 
 
 def partition(
@@ -209,16 +225,16 @@ def simulated_costs(
             with FlopCounter() as backward:
                 part.backward(output)
         times_s = [count.flops / _FLOPS_A_SECOND * slowdown for count in (forward, backward)]
-        return {kind: (time_s, time_s * power_w) for kind, time_s in zip(_KINDS, times_s, strict=True)}
+        return {kind: AtClocks(time_s, time_s * power_w) for kind, time_s in zip(_KINDS, times_s, strict=True)}
 
-    def run(layers: range) -> tuple[Passes, int, int]:
+    def run(layers: range) -> PartCosts:
         try:
             with FakeTensorMode():  # shapes only
                 part = _Part(config, layers, None, shape, dtype, checkpointing=checkpointing)
-                return measure(part), part.parameters, part.held_bytes
+                return PartCosts(measure(part), part.parameters, part.held_bytes)
         except RuntimeError:  # the computation depends on values, as in a mixture of experts
             part = _Part(config, layers, torch.device("cpu"), shape, dtype, checkpointing=checkpointing)
-            return measure(part), part.parameters, part.held_bytes
+            return PartCosts(measure(part), part.parameters, part.held_bytes)
 
     with eager_attention(config):
         return _costs(config, run, clocks_mhz, model.blocking_power_w, f"simulated {model.name}", simulated=True)
@@ -236,10 +252,10 @@ def measured_costs(
 ) -> LayerCosts:
     """Return the costs of the layers on a GPU, with its idle power as blocking power."""
 
-    def run(layers: range) -> tuple[Passes, int, int]:
+    def run(layers: range) -> PartCosts:
         part = _Part(config, layers, device, shape, dtype, checkpointing=checkpointing)
         passes = measured_passes(part.forward, part.backward, gpu, clocks_mhz, timebase=timebase)
-        return passes, part.parameters, part.held_bytes
+        return PartCosts(passes, part.parameters, part.held_bytes)
 
     with _clocks_to_measure(gpu) as clocks_mhz:
         waiting_s, waiting_j = _window(lambda: timebase.sleep(_SETTLE_S), gpu, _WINDOW_S, timebase)
@@ -281,10 +297,10 @@ def measured_passes(
         _window(lambda: backward(forward()), gpu, _SETTLE_S, timebase)
         forwards.append(_window(forward, gpu, _WINDOW_S, timebase))
         pairs.append(_window(lambda: backward(forward()), gpu, _WINDOW_S, timebase))
-    first, both = np.array(forwards).T, np.array(pairs).T
+    first, both = np.array(forwards).T, np.array(pairs).T  # shape (2, clocks): times and energies
     # A backward that is too short to be measured counts as a thousandth of both passes.
     second = np.maximum(both - first, both / 1000)
-    return {Kind.FORWARD: (first[0], first[1]), Kind.BACKWARD: (second[0], second[1])}
+    return {Kind.FORWARD: AtClocks(*first), Kind.BACKWARD: AtClocks(*second)}
 
 
 def _window(run: Callable[[], Any], gpu: Gpu, window_s: float, timebase: Timebase) -> tuple[float, float]:
@@ -306,7 +322,7 @@ def _window(run: Callable[[], Any], gpu: Gpu, window_s: float, timebase: Timebas
 
 def _costs(
     config: PretrainedConfig,
-    run: Callable[[range], tuple[Passes, int, int]],
+    run: Callable[[range], PartCosts],
     clocks_mhz: tuple[int, ...],
     blocking_power_w: float,
     gpu: str,
@@ -316,59 +332,71 @@ def _costs(
 ) -> LayerCosts:
     """Return the costs of all layers. Only one layer of each signature is run.
 
-    ``run`` returns passes, parameters and held bytes of a part. Those at other clocks in ``between_mhz`` are estimated.
+    The embedding belongs to the first layer, and the head to the last one. ``run`` returns the costs of one part, of
+    which those at other clocks in ``between_mhz`` are estimated.
     """
     layers = skeleton(config).base_model.layers
-    kinds_of_layer = [_signature(layer) for layer in layers]
-    alike = [kinds_of_layer.index(kind) for kind in kinds_of_layer]
+    signatures = [_signature(layer) for layer in layers]
+    alike = [signatures.index(signature) for signature in signatures]  # the first layer of the same signature
     measured = {index: run(range(index, index + 1)) for index in dict.fromkeys(alike)}
     embedding, head = run(range(0)), run(range(len(layers), len(layers)))
-    ends = [(index == 0, index == len(layers) - 1) for index in range(len(layers))]
-    units = [(kind, *end) for kind, end in zip(alike, ends, strict=True)]
-    parts = {(kind, first, last): [measured[kind], *[embedding] * first, *[head] * last] for kind, first, last in units}
-    number = {unit: n for n, unit in enumerate(parts)}
-    profile = StageProfile(
-        Measurement(
-            number[unit], kind, clock_mhz, *(float(sum(part[0][kind][of][n] for part in of_unit)) for of in (0, 1))
-        )
-        for unit, of_unit in parts.items()
-        for kind in _KINDS
-        for n, clock_mhz in enumerate(clocks_mhz)
-    )
+    # Layers of one signature are one unit with the same costs, except the first and the last layer of the model.
+    parts_of_layers: list[list[PartCosts]] = []
+    unit_of_layer: list[int] = []
+    rows: list[Measurement] = []
+    unit_of: dict[tuple[int, bool, bool], int] = {}
+    for index, of_signature in enumerate(alike):
+        is_first, is_last = index == 0, index == len(layers) - 1
+        parts = [measured[of_signature], *[embedding] * is_first, *[head] * is_last]
+        unit = unit_of.setdefault((of_signature, is_first, is_last), len(unit_of))
+        if unit not in unit_of_layer:
+            rows += _rows_of_unit(unit, parts, clocks_mhz)
+        parts_of_layers.append(parts)
+        unit_of_layer.append(unit)
+    profile = StageProfile(rows)  # units in place of stages
     if between_mhz and len(clocks_mhz) > 2:
         profile = denoise(profile, between_mhz)
-    shared = sorted(set.intersection(*(set(profile.options(*key).clock_mhz.tolist()) for key in profile.keys)))
+    clocks_of_rows = [set(profile.options(*key).clock_mhz.tolist()) for key in profile.keys]
+    shared = sorted(set.intersection(*clocks_of_rows))
 
     def table(kind: Kind, value: str) -> Floats:
-        return np.array([[getattr(profile.at(number[unit], kind, clock), value) for clock in shared] for unit in units])
+        """Return a value of each layer at each clock, shape (layers, clocks)."""
+        result = np.empty((len(layers), len(shared)))
+        for layer, unit in enumerate(unit_of_layer):
+            result[layer] = [getattr(profile.at(unit, kind, clock_mhz), value) for clock_mhz in shared]
+        return result
 
-    parameters = np.array([float(sum(part[1] for part in parts[unit])) for unit in units])
+    parameters = np.array([float(sum(part.parameters for part in parts)) for parts in parts_of_layers])
+    held_bytes = np.array([float(sum(part.held_bytes for part in parts)) for parts in parts_of_layers])
     return LayerCosts(
         clocks_mhz=tuple(shared),
         time_s={kind: table(kind, "time_s") for kind in _KINDS},
         energy_j={kind: table(kind, "energy_j") for kind in _KINDS},
         parameters=parameters,
         fixed_bytes=_BYTES_A_PARAMETER * parameters,
-        held_bytes=np.array([float(sum(part[2] for part in parts[unit])) for unit in units]),
+        held_bytes=held_bytes,
         blocking_power_w=blocking_power_w,
         gpu=gpu,
         simulated=simulated,
     )
 
 
+def _rows_of_unit(unit: int, parts: Sequence[PartCosts], clocks_mhz: Sequence[int]) -> Iterator[Measurement]:
+    """Yield the rows of parts that are run together, with a number in place of a stage."""
+    for kind in _KINDS:
+        for place, clock_mhz in enumerate(clocks_mhz):
+            time_s = sum(part.passes[kind].time_s[place] for part in parts)
+            energy_j = sum(part.passes[kind].energy_j[place] for part in parts)
+            yield Measurement(unit, kind, clock_mhz, float(time_s), float(energy_j))
+
+
 def _signature(layer: nn.Module) -> Hashable:
     """Return the shapes and settings of a layer's parts, which determine its costs."""
-    return tuple(
-        (
-            name,
-            type(part).__name__,
-            tuple(tuple(parameter.shape) for parameter in part.parameters(recurse=False)),
-            # The index of the layer is ignored.
-            tuple(
-                (key, value)
-                for key, value in vars(part).items()
-                if isinstance(value, str | int | float) and "idx" not in key
-            ),
-        )
-        for name, part in layer.named_modules()
-    )
+    signature = []
+    for name, part in layer.named_modules():
+        shapes = tuple(tuple(parameter.shape) for parameter in part.parameters(recurse=False))
+        settings = [(key, value) for key, value in vars(part).items() if isinstance(value, str | int | float)]
+        # The index of the layer is ignored.
+        without_index = tuple((key, value) for key, value in settings if "idx" not in key)
+        signature.append((name, type(part).__name__, shapes, without_index))
+    return tuple(signature)

@@ -11,6 +11,7 @@ measured ones, and a tail the mean scaled by the rank's share of the model.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -132,10 +133,15 @@ class Balance:
     def _memory_uses(self, layout: Layout) -> Floats:
         """Return, for each rank, 1, its number of parameters, and of its layers times micro-batches held."""
         held = held_by_stage(self.job.schedule)
-        parameters = [sum(part.parameters for part in parts) for parts in layout.stages]
-        layers = [held[stage] * sum(_is_layer(p.kind) for p in parts) for stage, parts in enumerate(layout.stages)]
-        ranks = self.job.schedule.stages_of_ranks
-        return np.array([[1, sum(parameters[s] for s in own), sum(layers[s] for s in own)] for own in ranks], float)
+        uses = []
+        for stages in self.job.schedule.stages_of_ranks:
+            parameters = layers = 0.0
+            for stage in stages:
+                parts = layout.stages[stage]
+                parameters += sum(part.parameters for part in parts)
+                layers += held[stage] * sum(_is_layer(part.kind) for part in parts)
+            uses.append([1.0, parameters, layers])
+        return np.array(uses)
 
     def memory_bytes(self, layout: Layout) -> list[float]:
         """Return the memory of each rank, measured for the current layout, otherwise predicted.
@@ -224,11 +230,10 @@ class Balance:
             self.job.profile.at_highest_clock(*key).time_s for key in self.job.profile.keys if key[1] is Kind.TAIL
         ]
         tail_s = fmean(tails_s) * self.job.ranks / len(schedule.ranks) if tails_s else 0.0
-        mean_s = {
-            payload: fmean(known)
-            for payload in ("activation", "grad")
-            if (known := [time_s for (of, *_), time_s in own.transfer_s.items() if of == payload])
-        }
+        known_s: dict[str, list[float]] = defaultdict(list)
+        for (payload, *_), time_s in own.transfer_s.items():
+            known_s[payload].append(time_s)
+        mean_s = {payload: fmean(times_s) for payload, times_s in known_s.items()}
         last = self.job.schedule.num_stages - 1
         loads_s = {0: own.load_s.get(0, 0.0), schedule.num_stages - 1: own.load_s.get(last, 0.0)}
         return FixedDurations(
@@ -356,10 +361,11 @@ def _inseparable(held: Floats, kinds: Sequence[str]) -> list[list[str]]:
     unseen = np.eye(len(kinds)) - np.linalg.pinv(held) @ held  # projects onto cost changes that no stage shows
     linked = np.abs(unseen) > 1e-6
     _, group_of = connected_components(linked, directed=False)
-    return [
-        [kinds[n] for n in np.flatnonzero(group_of == group).tolist()]
-        for group in np.unique(group_of[linked.diagonal()])
-    ]
+    groups = []
+    for group in np.unique(group_of[linked.diagonal()]):
+        members = np.flatnonzero(group_of == group).tolist()
+        groups.append([kinds[number] for number in members])
+    return groups
 
 
 def _separation_error(layout: Layout, held: Floats, kinds: Sequence[str], together: Sequence[Sequence[str]]) -> str:

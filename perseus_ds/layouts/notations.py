@@ -30,7 +30,8 @@ def spelled(layout: Layout) -> str:
             layers = [sum(len(part.names) for part in parts) for parts in layout.stages]
             return _DEEPSPEED.format(parts=list(accumulate(layers, initial=0)))
         case "huggingface":
-            return f"cut={[sum(part.kind not in (EMBEDDING, HEAD) for part in parts) for parts in layout.stages]}"
+            layers = [sum(part.kind not in (EMBEDDING, HEAD) for part in parts) for parts in layout.stages]
+            return f"cut={layers}"
 
 
 def summary(layout: Layout) -> str:
@@ -53,7 +54,10 @@ def megatron_layout(layout: Layout) -> str:
         return "".join(f"{letter}*{times}" if times > 2 else letter * times for letter, times in runs)
 
     letter_of = {kind: letter for letter, kind in _LETTERS.items()}
-    stages = ["".join(letter_of.get(part.kind.split()[0], "t") for part in parts) for parts in layout.stages]
+    stages = []
+    for parts in layout.stages:
+        letters = [letter_of.get(part.kind.split()[0], "t") for part in parts]
+        stages.append("".join(letters))
     runs = [(text, len(list(same))) for text, same in groupby(map(abbreviated, stages))]
     # The last stage has no bar at its end, so it is not part of a repetition.
     last, count = runs.pop()
@@ -107,7 +111,10 @@ def check_cut_of_megatron(layout: Layout, cut: Sequence[int], ranks: int) -> Non
             f"The layout has {len(cut)} stages for {ranks} pipeline ranks. Megatron-Core requires the same number of "
             "stages on each rank: give a multiple."
         )
-    with_mtp = [s for s, parts in enumerate(layout.cut_into(cut).stages) if any(p.kind.startswith(MTP) for p in parts)]
+    with_mtp = []
+    for stage, parts in enumerate(layout.cut_into(cut).stages):
+        if any(part.kind.startswith(MTP) for part in parts):
+            with_mtp.append(stage)
     if with_mtp and (len(with_mtp) > 1 or with_mtp[0] < len(cut) - ranks):
         raise ConfigError(
             f"The layout has MTP layers on the stages {', '.join(map(str, with_mtp))}. Megatron-Core keeps all of them "

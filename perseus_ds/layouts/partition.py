@@ -26,6 +26,7 @@ energy of a cut is a sum over layers, and dynamic programming finds the minimum 
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -225,11 +226,13 @@ class _Search:
         self.row = np.array([self._row(node.work) for node in self.dag.nodes])
         self.fixed_s = self.dag.fixed_durations_s(costs.fixed)
         self.least_fixed_s = self.fixed_s.copy()  # with tails at their fastest clock
-        tails = {row.stage: [each.time_s for each in costs.tails if each.stage == row.stage] for row in costs.tails}
+        tails_s: dict[int, list[float]] = defaultdict(list)  # by stage, at each clock
+        for row in costs.tails:
+            tails_s[row.stage].append(row.time_s)
         for number, node in enumerate(self.dag.nodes):
-            if isinstance(node.work, Instruction) and node.work.kind is Kind.TAIL and node.work.stage in tails:
-                self.fixed_s[number] = tails[node.work.stage][-1]
-                self.least_fixed_s[number] = min(tails[node.work.stage])
+            if isinstance(node.work, Instruction) and node.work.kind is Kind.TAIL and node.work.stage in tails_s:
+                self.fixed_s[number] = tails_s[node.work.stage][-1]
+                self.least_fixed_s[number] = min(tails_s[node.work.stage])
         # Shape (kinds, layers + 1): total time of the first layers at default clocks.
         self.before_s = _sums(np.stack([costs.time_s[kind][:, -1] for kind in self.kinds]))
         self.bytes = np.stack(

@@ -83,10 +83,11 @@ def held_by_rank(schedule: Schedule) -> list[float]:
 def _held(stream: tuple[Instruction, ...]) -> dict[int, list[int]]:
     """Return, by stage, the number of micro-batches that it holds after each instruction of its rank."""
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
-    return {
-        stage: list(accumulate(change.get(i.kind, 0) if i.stage == stage else 0 for i in stream))
-        for stage in sorted({i.stage for i in stream})
-    }
+    held: dict[int, list[int]] = {}
+    for stage in sorted({instruction.stage for instruction in stream}):
+        changes = [change.get(each.kind, 0) if each.stage == stage else 0 for each in stream]
+        held[stage] = list(accumulate(changes))
+    return held
 
 
 def recut(profile: StageProfile, schedule: Schedule, *, weight_share: float) -> tuple[StageProfile, list[str]]:
@@ -146,16 +147,15 @@ class _Recut:
             stage: self.fixed.load_s.get(self._sources(stage)[0 if stage == 0 else -1], 0.0)
             for stage in range(self.wanted)
         }
-        tails_s = {
-            stage: sum(share * self.fixed.tail_s.get(source, 0.0) for source, share in self._tail_shares(stage))
-            for stage, kind in self.schedule.keys
-            if kind is Kind.TAIL
-        }
+        tails_s = {stage: self._tail_s(stage) for stage, kind in self.schedule.keys if kind is Kind.TAIL}
         boundaries = sorted({(t.payload, t.source, t.target) for t in self.schedule.transfers})
         transfers_s = {boundary: self._transfer_s(*boundary) for boundary in boundaries}
         if self.fixed.other_s:
             self._assume("commands that perseus-ds does not know take no time")
         return StageProfile(rows, info.with_fixed_durations(FixedDurations(loads_s, transfers_s, tails_s)))
+
+    def _tail_s(self, stage: int) -> float:
+        return sum(share * self.fixed.tail_s.get(source, 0.0) for source, share in self._tail_shares(stage))
 
     def _assume(self, sentence: str) -> None:
         self.assumptions[sentence] = None

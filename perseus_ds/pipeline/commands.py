@@ -171,7 +171,8 @@ class RepeatedReader:
 
 def _exchange(transfers: list[tuple[bool, Transfer]]) -> tuple[Exchange, ...]:
     """Return the exchange of transfers, each with whether it is a send, or nothing if there are none."""
-    sends, receives = (tuple(t for sending, t in transfers if sending is wanted) for wanted in (True, False))
+    sends = tuple(transfer for is_send, transfer in transfers if is_send)
+    receives = tuple(transfer for is_send, transfer in transfers if not is_send)
     return (Exchange(sends, receives),) if transfers else ()
 
 

@@ -327,8 +327,8 @@ class LatencyTable(msgspec.Struct, tag=True, frozen=True):
 
     def of_clocks(self, clocks_mhz: Iterable[int], figure: Callable[[int], float]) -> list[float]:
         """Return a figure of each clock: that of the nearest clock with latencies, for which it is computed once."""
-        known = {clock_mhz: figure(clock_mhz) for clock_mhz in {clock for clock, _ in self.samples_s}}
-        measured = sorted(known)
+        measured = sorted({clock_mhz for clock_mhz, _ in self.samples_s})
+        known = {clock_mhz: figure(clock_mhz) for clock_mhz in measured}
         found = []
         for clock_mhz in clocks_mhz:
             place = bisect_left(measured, clock_mhz)

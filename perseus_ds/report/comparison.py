@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import chain, cycle
 
 from perseus_ds.artifacts.profile import energy_note
 from perseus_ds.artifacts.run_savings import SavingSummary, with_error
@@ -137,8 +137,9 @@ def _samples(inputs: Inputs, run: RecordedRun, wanted: Callable[[Conditions], bo
 
 def _is_capped(run: RecordedRun) -> bool:
     """Return whether a power limit kept clocks low while the job ran at default clocks."""
-    refusals = run.job.history.refused.values()
-    return any(event.clock_mhz is None and any("power" in reason for reason in event.reasons) for event in refusals)
+    at_default_clocks = [event for event in run.job.history.refused.values() if event.clock_mhz is None]
+    reasons = chain.from_iterable(event.reasons for event in at_default_clocks)
+    return any("power" in reason for reason in reasons)
 
 
 def _named(runs: Sequence[RecordedRun]) -> list[RecordedRun]:

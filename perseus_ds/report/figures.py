@@ -92,7 +92,8 @@ def variable(name: str) -> str:
 
 def css() -> str:
     """Return the CSS variables of all colours, for light and dark mode."""
-    lights, darks = ("".join(f"--{name}:{pair[place]};" for name, pair in PALETTE.items()) for place in (0, 1))
+    lights = "".join(f"--{name}:{of_light};" for name, (of_light, _) in PALETTE.items())
+    darks = "".join(f"--{name}:{of_dark};" for name, (_, of_dark) in PALETTE.items())
     return (
         f":root{{color-scheme:light;{lights}}}\n"
         f"@media screen and (prefers-color-scheme:dark){{:root{{color-scheme:dark;{darks}}}}}\n"

@@ -48,6 +48,7 @@ def html(report: ReportFacts) -> str:
     """Return the report as an HTML page."""
     found = report.inputs
     curves = profile_curves(found.profile) if found.profile else []
+    kinds = {curve.kind for curve in curves}
     return rendered(
         "report.html",
         _data(report),
@@ -60,7 +61,7 @@ def html(report: ReportFacts) -> str:
         found=found,
         report=report,
         stages=list(dict.fromkeys((curve.label, variable(curve.colour)) for curve in curves)),
-        kinds=[(kind, dash) for kind, (dash, _) in STYLES.items() if any(curve.kind is kind for curve in curves)],
+        kinds=[(kind, dash) for kind, (dash, _) in STYLES.items() if kind in kinds],
         slowdowns=[percent(slowdown, 0) for slowdown in SLOWDOWNS],
         artefacts=list(_artefacts(found)),
     )

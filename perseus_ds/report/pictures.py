@@ -231,7 +231,8 @@ def schedules_picture(table: ScheduleTable, path: Path) -> None:
     markers = dict(zip(counts, cycle(_MARKERS[symbol] for symbol in _SYMBOLS), strict=False))
     for one in table.schedules:
         (dash, colour), marker, share = lines[one.name], markers[one.micro_batches], 1 / one.micro_batches
-        times_s, energies_j = ([value * share for value in values] for values in zip(*one.plans, strict=True))
+        times_s = [time_s * share for time_s, _ in one.plans]
+        energies_j = [energy_j * share for _, energy_j in one.plans]
         axes.plot(times_s, energies_j, color=colour, linestyle=dash, linewidth=1.2, marker=marker, markersize=3.5)
         baseline = one.baseline_time_s * share, one.baseline_energy_j * share
         axes.plot(*baseline, marker=marker, markeredgecolor=colour, **_OPEN)

@@ -199,7 +199,8 @@ def chrome_trace(
             own += [_slice(*wait[:2], "wait", "wait", {"for": str(wait.awaited or "the end of the iteration")})
                     for wait in shown.waits(rank)]  # fmt: skip
             transfers = _lanes([bar for bar in bars if isinstance(bar.work, Transfer)])
-            for lane, slices in enumerate([own, *([_slice_of(bar, profile) for bar in each] for each in transfers)]):
+            slices_of_transfers = [[_slice_of(bar, profile) for bar in each] for each in transfers]
+            for lane, slices in enumerate([own, *slices_of_transfers]):
                 # Perfetto confuses threads of different processes if they have the same number.
                 thread = {"pid": process, "tid": 10_000 * process + 10 * rank + lane}
                 label = f"rank {rank}" + (f" transfers{' (more)' if lane > 1 else ''}" if lane else "")
