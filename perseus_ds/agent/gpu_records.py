@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from perseus_ds.agent import slowed_file
 from perseus_ds.errors import GpuError
@@ -47,18 +48,18 @@ class GpuRecord:
             # Not ``holder_of``, because this process itself may have locked it.
             raise GpuHeldError(f"{gpu} is used by another job of this user{_holder(self._path)}.") from None
         self._agent = agent
-        generation, pid, is_locked, before = _read(self._file)
-        self.left_by = pid if is_locked else None
-        self.is_of_same_job = before == agent
-        self._generation = generation + 1
-        self._may_be_locked = is_locked
+        before = _read(self._file)
+        self.left_by = before.pid if before.may_be_locked else None
+        self.is_of_same_job = before.agent == agent
+        self._generation = before.generation + 1
+        self._may_be_locked = before.may_be_locked
         self.slowed = slowed_file.SlowedFile(gpu)
         self._write()
 
     @property
     def is_current(self) -> bool:
         """True if neither another agent nor ``perseus-ds reset`` has taken over the GPU."""
-        return _read(self._file)[0] in (self._generation, 0)  # 0: it could not be written
+        return _read(self._file).generation in (self._generation, 0)  # 0: it could not be written
 
     def set_locked(self, may_be_locked: bool) -> None:
         self._may_be_locked = may_be_locked
@@ -74,7 +75,7 @@ class GpuRecord:
             self._path = places.user_folder() / self._path.name
             before, self._file = self._file, places.lock(self._path)
             os.close(before)
-        if not _read(self._file)[0]:
+        if not _read(self._file).generation:
             self._write()
 
     def close(self) -> None:
@@ -131,18 +132,27 @@ def note_reset(gpu: str) -> None:
             pid = places.holder(file)
             slowed_file.remove(gpu.partition(":")[2])
             if pid is None or _is_stopped(pid):
-                _write(file, _read(file)[0] + 1, os.getpid(), False, "reset")
+                _write(file, _read(file).generation + 1, os.getpid(), False, "reset")
         finally:
             os.close(file)
 
 
-def _read(file: int) -> tuple[int, int, bool, str]:
-    """Return generation, process, whether the clock may be locked, and the agent, or zeros if damaged."""
+class _Contents(NamedTuple):
+    """Contents of a record: its generation, the process that wrote it, and the agent of that process."""
+
+    generation: int
+    pid: int
+    may_be_locked: bool
+    agent: str
+
+
+def _read(file: int) -> _Contents:
+    """Return the contents of a record, or zeros if it is damaged."""
     try:
-        generation, pid, is_locked, agent = os.pread(file, _LENGTH, 0).decode().split()
-        return int(generation), int(pid), is_locked == "1", agent
+        generation, pid, may_be_locked, agent = os.pread(file, _LENGTH, 0).decode().split()
+        return _Contents(int(generation), int(pid), may_be_locked == "1", agent)
     except ValueError:
-        return 0, 0, False, ""
+        return _Contents(0, 0, False, "")
 
 
 def _write(file: int, generation: int, pid: int, may_be_locked: bool, agent: str) -> None:

@@ -26,7 +26,7 @@ from perseus_ds.pipeline.commands import KNOWN, OF_TORCH, is_of_torch, read_sche
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.progress.sums import AT_DEFAULT_CLOCKS
-from perseus_ds.report.inputs import Inputs, connect, read, read_run
+from perseus_ds.report.inputs import Inputs, add_dag_and_alternatives, read, read_run
 from perseus_ds.units import printable
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def sources_for(arguments: RunArguments) -> Inputs:
             f"{arguments.run}: its runs are of {len(jobs)} different jobs. Give the folder of one: "
             f"{', '.join(map(str, folders))}; or those that belong together, --runs RUN RUN."
         )
-    connect(found)
+    add_dag_and_alternatives(found)
     return found
 
 

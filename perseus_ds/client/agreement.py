@@ -22,7 +22,7 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 logger = logging.getLogger("perseus_ds")
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
 _READ_WITHIN_S = 10.0
-"""Time for which rank 0 waits for the others to read an answer [s]: one of them may have been killed meanwhile."""
+"""Time for which rank 0 waits for the others to read an answer [s]: one of them may have been killed."""
 _NAMED_AFTER_S, _MOST_NAMED = 10.0, 4
 """Time after which missing ranks are named [s], and the maximum number of names."""
 

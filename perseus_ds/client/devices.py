@@ -139,7 +139,7 @@ class SimulatedGpuOfRank(SimulatedGpu):
         return SimulatedWork(self, transfer_s=config.simulated.transfer_s, tail_s=config.simulated.tail_s)
 
 
-def open_gpu(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> RankGpu:
+def open_gpu_of_rank(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> RankGpu:
     """Lease the GPU that a rank computes on, or open the simulated one that the config requests.
 
     Args:
@@ -177,7 +177,7 @@ def execution_on(device: torch.device) -> Execution:
 
 
 def gpu_of(config: PerseusConfig, device: torch.device, *, rank: int, local_rank: int) -> RankGpu:
-    """Return the same GPU as :func:`open_gpu`, without warnings about it."""
+    """Return the same GPU as :func:`open_gpu_of_rank`, without warnings about it."""
     kind = config.device
     if kind == "auto":
         if device.type not in ("cuda", "cpu"):

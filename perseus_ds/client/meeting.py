@@ -29,7 +29,7 @@ from perseus_ds.artifacts.layout import EngineName, Part
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.agreement import agree, store_of_job
 from perseus_ds.client.clocks import AgentClocks
-from perseus_ds.client.devices import RankGpu, clocks_of, execution_on, open_gpu
+from perseus_ds.client.devices import RankGpu, clocks_of, execution_on, open_gpu_of_rank
 from perseus_ds.client.operations import Work
 from perseus_ds.client.timers import Execution
 from perseus_ds.config import PerseusConfig
@@ -70,8 +70,8 @@ class EngineFacts:
 
     Attributes:
         pipeline: Global ranks of its pipeline, first stage first.
-        copies: Global ranks that train the same stages on other data, itself included. None if every pipeline has data
-            of its own.
+        copies: Global ranks that train the same stages on other data, itself included. None if every pipeline has
+            different data.
         device: Device of the rank's tensors.
         order: Value that identifies the schedule of the first iteration, as in :meth:`PerseusRuntime.iteration`.
         fingerprint: Changes with any property that affects the times of this rank's instructions.
@@ -146,7 +146,7 @@ def meet(
     def part() -> bytes:
         facts = opened.facts = describe()
         opened.schedule = read()
-        gpu = opened.gpu = open_gpu(config, facts.device, rank=dist.get_rank(), local_rank=local_rank())
+        gpu = opened.gpu = open_gpu_of_rank(config, facts.device, rank=dist.get_rank(), local_rank=local_rank())
         opened.clocks = clocks_of(gpu.take_lease(), facts.device)
         opened.timers, opened.simulated = execution_on(facts.device), gpu.work(config)
         own = rank_facts(config, facts, opened.schedule, gpu, calibrates=opened.simulated is not None)

@@ -56,7 +56,7 @@ def parts_of_gpt(chunk: Any) -> list[Part] | None:
     if not is_gpt or hasattr(module, "encoder"):  # T5 has both
         return None
     parts = [_part(EMBEDDING, {"": module.embedding})] if module.pre_process else []
-    # A stage of its own for multi-token prediction has no decoder.
+    # A separate stage for multi-token prediction has no decoder.
     for layer in getattr(module.decoder, "layers", ()):
         kind = kind_of_layer([type(layer.mlp)]) if hasattr(layer, "mlp") else type(layer).__name__
         parts.append(_part(kind, {"": layer}))

@@ -328,7 +328,7 @@ def _check_plan(model: PreTrainedModel) -> None:
         )
 
 
-def stages_of(cut: Sequence[int], layers: int) -> list[range]:
+def layers_of_stages(cut: Sequence[int], layers: int) -> list[range]:
     """Return the layers of each stage. Raises a ``ConfigError`` if they are not all layers, or a stage has none."""
     if sum(cut) != layers or min(cut, default=0) < 1:
         raise ConfigError(
@@ -348,7 +348,7 @@ def cut_of(config: PretrainedConfig, stages: int, cut: Sequence[int] | None) -> 
         raise ConfigError(
             f"cut: {list(cut)} are {len(cut)} stages, not {stages}. Give each stage its number of layers."
         )
-    stages_of(cut, layers)
+    layers_of_stages(cut, layers)
     return tuple(cut)
 
 
@@ -389,7 +389,7 @@ def build_stage(
     """
 
     def layers_of_stage(layers: int) -> range:
-        return stages_of(cut, layers)[index]
+        return layers_of_stages(cut, layers)[index]
 
     config = read_config(source, config, **hub)
     _check_data(config, sequence_length, vocabulary)

@@ -302,7 +302,7 @@ def kind_costs(jobs: Sequence[tuple[Layout, StageProfile]]) -> KindCosts:
             "stages cannot be separated. Observe some iterations without overlap_moe_expert_parallel_comm."
         )
     kinds = tuple(dict.fromkeys(part.kind for layout, _ in jobs for part in layout.parts))
-    held = np.concatenate([_held(layout, kinds) for layout, _ in jobs])
+    held = np.concatenate([_parts_by_kind(layout, kinds) for layout, _ in jobs])
     if together := _inseparable(held, kinds):
         raise ConfigError(_separation_error(jobs[0][0], held, kinds, together))
     measured = [
@@ -325,7 +325,7 @@ def kind_costs(jobs: Sequence[tuple[Layout, StageProfile]]) -> KindCosts:
     return found
 
 
-def _held(layout: Layout, kinds: Sequence[str]) -> Floats:
+def _parts_by_kind(layout: Layout, kinds: Sequence[str]) -> Floats:
     """Return the number of parts of each kind on each stage, shape (stages, kinds)."""
     return np.array([[sum(part.kind == kind for part in parts) for kind in kinds] for parts in layout.stages], float)
 
@@ -337,7 +337,7 @@ def _estimate(
     held, values, errors = [], [], []
     for layout, profile in jobs:
         quality = profile.info.quality
-        for stage, counts in enumerate(_held(layout, kinds)):
+        for stage, counts in enumerate(_parts_by_kind(layout, kinds)):
             if (stage, kind) not in profile.keys:
                 continue
             row, known = profile.at(stage, kind, clock_mhz), quality.get((stage, kind, clock_mhz))
@@ -374,7 +374,7 @@ def _separation_error(layout: Layout, held: Floats, kinds: Sequence[str], togeth
     problem = f"The costs of these kinds of parts cannot be distinguished: {groups}. "
     for cut in _other_cuts(layout.cut):
         other = layout.cut_into(cut)
-        if not _inseparable(np.concatenate([held, _held(other, kinds)]), kinds):
+        if not _inseparable(np.concatenate([held, _parts_by_kind(other, kinds)]), kinds):
             return (
                 f"{problem}Train a few iterations of the same model with another layout in the same mode, such as\n"
                 f"{spelled(other)}\nand give both output folders: perseus-ds partition RUN --also OTHER_RUN"

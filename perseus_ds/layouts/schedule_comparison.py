@@ -68,7 +68,7 @@ def held_by_stage(schedule: Schedule) -> list[int]:
 
     They are held from the forward to the backward or, if that is split, to the gradients of the weights.
     """
-    most = {stage: max(held) for stream in schedule.instructions for stage, held in _held(stream).items()}
+    most = {stage: max(held) for stream in schedule.instructions for stage, held in _held_after_each(stream).items()}
     return [most[stage] for stage in sorted(most)]
 
 
@@ -77,10 +77,15 @@ def held_by_rank(schedule: Schedule) -> list[float]:
 
     A micro-batch on one of the rank's n stages counts as 1/n.
     """
-    return [max(map(sum, zip(*held.values(), strict=True))) / len(held) for held in map(_held, schedule.instructions)]
+    result = []
+    for stream in schedule.instructions:
+        by_stage = _held_after_each(stream)
+        of_rank = [sum(of_stages) for of_stages in zip(*by_stage.values(), strict=True)]
+        result.append(max(of_rank) / len(by_stage))
+    return result
 
 
-def _held(stream: tuple[Instruction, ...]) -> dict[int, list[int]]:
+def _held_after_each(stream: tuple[Instruction, ...]) -> dict[int, list[int]]:
     """Return, by stage, the number of micro-batches that it holds after each instruction of its rank."""
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
     held: dict[int, list[int]] = {}

@@ -105,7 +105,7 @@ def frontier_of_imported(plans: Iterable[tuple[Path, Pairs]], problem: Problem) 
     """
     found = []
     for path, pairs in plans:
-        clocks = _clocks(path, pairs, problem)
+        clocks = _clocks_of_ranks(path, pairs, problem)
         try:
             found.append(problem.evaluate(clocks))
         except ProfileError as error:
@@ -113,8 +113,8 @@ def frontier_of_imported(plans: Iterable[tuple[Path, Pairs]], problem: Problem) 
     return frontier_of(problem, found, "imported")
 
 
-def _clocks(path: Path, pairs: Pairs, problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Return the clock of every decision, if the plan's instructions are the schedule's."""
+def _clocks_of_ranks(path: Path, pairs: Pairs, problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Return the clocks of a plan by rank and in program order, if the plan's instructions are the schedule's."""
     if len(pairs) != len(problem.instructions):
         raise FrontierError(f"{path}: {len(pairs)} ranks, the schedule has {len(problem.instructions)}.")
     result = []

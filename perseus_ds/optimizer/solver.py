@@ -82,7 +82,8 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     options = choose_clocks(network, event_s)
     if problem.has_short_instructions:
         free_s = event_s[-1]
-        free = _FreePlans(free_s, problem.table.clock_mhz[options], _between(relaxed.price_w, relaxed.time_s, free_s))
+        price_w = _interpolated(relaxed.price_w, relaxed.time_s, free_s)
+        free = _FreePlans(free_s, problem.table.clock_mhz[options], price_w)
         return _held_plans(network, free, deadline_s, simple, progress), bounds
     choices = [*options.T, problem.most_frugal]
     return [*map(problem.plan, choices), *map(problem.evaluate, simple)], bounds
@@ -115,7 +116,7 @@ def _free_plans(network: Network, relaxed: _Optima, deadline_s: Floats, progress
         optima_s = [relaxed.event_s]
     else:
         optima_s = [relaxed.event_s, *(_alternating_s(network, relaxed.time_s, turns) for turns in _TURNS)]
-    targets_s = [_between(optimum_s, relaxed.time_s, deadline_s) for optimum_s in optima_s]
+    targets_s = [_interpolated(optimum_s, relaxed.time_s, deadline_s) for optimum_s in optima_s]
     return _round(network, targets_s, deadline_s, progress)
 
 
@@ -271,7 +272,7 @@ def _is_long(problem: Problem) -> bool:
     return len(problem.node) >= _LONG
 
 
-def _between(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
+def _interpolated(values: Floats, known_s: Floats, wanted_s: Floats) -> Floats:
     """Interpolate columns of values linearly."""
     if len(known_s) == 1:
         return np.repeat(values, len(wanted_s), axis=1)

@@ -1,4 +1,4 @@
-"""Data-parallel pipelines that are slower than others, and the time that the others may take meanwhile."""
+"""Data-parallel pipelines that are slower than others, and how slow the others may be without delaying the job."""
 
 from __future__ import annotations
 

@@ -531,7 +531,7 @@ class OnlineProfiler:
     def _at_clock(self, clock_mhz: int, equations: _Equations, expected_w: Floats) -> Floats:
         """Return the power of each key at a clock, shape (keys,) [W].
 
-        ``expected_w`` is the power of each key beyond blocking power, without a deviation of its own.
+        ``expected_w`` is the power of each key beyond blocking power, without its deviation at this clock.
         """
         spread = np.array([_DEVIATION_SPREAD[kind] for _, kind in self._keys])
         prior_w = np.append(expected_w, 0.0)

@@ -18,7 +18,7 @@ from perseus_ds.protocol.layout import VERSION
 
 IN_MEMORY = Path("/dev/shm")
 RUNTIME_VARIABLE = "PERSEUS_RUNTIME_DIR"
-"""Replaces the folder in memory in tests, each of which is a node of its own."""
+"""Replaces the folder in memory in tests, each of which is a separate node."""
 _FLOCK = "hhqqi0q"
 """The C structure ``flock``."""
 

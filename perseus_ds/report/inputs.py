@@ -200,7 +200,7 @@ def _loaded(
     return load(path)
 
 
-def connect(found: Inputs) -> None:
+def add_dag_and_alternatives(found: Inputs) -> None:
     """Add the DAG of the frontier's schedule and the alternatives, if they fit the profile."""
     if found.frontier is None or found.profile is None:
         return

@@ -200,7 +200,7 @@ def _rows_of_energy(facts: JobFacts) -> Iterator[_Row]:
     for figure in figures_in_words(facts):
         first, separator, rest = figure.text.partition("; ")
         yield figure.label, f"{first};" if separator else first, ""
-        yield "", rest, ""  # on a row of its own, so that 80 columns suffice
+        yield "", rest, ""  # on a separate row, so that 80 columns suffice
 
 
 def _rows_of_gpus(facts: JobFacts, blocks: str, width: int) -> Iterator[_Row]:

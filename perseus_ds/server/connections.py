@@ -1,6 +1,6 @@
 """The encrypted connections of a job's server to the agents of its nodes.
 
-A thread of its own receives and sends messages, and sends heartbeats, so that agents hear the server also while it
+A separate thread receives and sends messages, and sends heartbeats, so that agents receive these also while the server
 decides for a long time. A server that has not waited for messages for half a minute hangs, and sends no heartbeats
 until it does: agents return to default clocks, and another server replaces it. Only agents with the job's key are
 accepted, and those who send commands with the control key.

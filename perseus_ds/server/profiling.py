@@ -245,7 +245,7 @@ class _Measurement:
 
     Attributes:
         iterations: Number of measured iterations.
-        sums: Sums over all iterations of the job meanwhile.
+        sums: Sums over all iterations of the job during the measurement.
     """
 
     def __init__(self, context: ModeContext, baseline: Baseline) -> None:

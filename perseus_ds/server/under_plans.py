@@ -217,7 +217,7 @@ class PlanRunner:
         """Note that instructions deviate from the profile, and print it once.
 
         If plans cannot be compared with default clocks, because these would exceed a power cap, another profile is
-        measured at once. Otherwise plans that still save energy and are in time are kept.
+        measured immediately. Otherwise plans that still save energy and are in time are kept.
         """
         if seen.drift is None:
             return

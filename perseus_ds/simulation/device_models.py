@@ -87,7 +87,7 @@ class DeviceModel:
 DEVICES = {
     # Forward of stage 0: 77.7 ms, 235 W at 855 MHz; 55.4 ms, 355 W at 1215 MHz; 50.2 ms, 475 W at 1410 MHz. Its boards
     # draw 475 to 482 W from 1380 MHz on, where times are nearly constant: they are at a limit above the 400 W of most
-    # A100-SXM4 boards. NVIDIA's data sheet allows up to 500 W for HGX A100 80GB with a cooling solution of its own.
+    # A100-SXM4 boards. NVIDIA's data sheet allows up to 500 W for HGX A100 80GB with a custom cooling solution.
     # Below the limit, the model is also that of a board of 400 W, which reaches about 1275 MHz in this load.
     "a100-sxm": DeviceModel(
         name="A100-SXM",

@@ -9,7 +9,7 @@ from run_log import wait_until
 from perseus_ds.agent.actor import GpuActor
 from perseus_ds.agent.gpu_records import UnrecordedGpu
 from perseus_ds.client import devices
-from perseus_ds.client.devices import gpu_of, open_gpu
+from perseus_ds.client.devices import gpu_of, open_gpu_of_rank
 from perseus_ds.config import parse_block
 from perseus_ds.errors import ConfigError
 from perseus_ds.gpu import find_gpu, zeus
@@ -19,7 +19,7 @@ from perseus_ds.gpu.nvml import NvmlGpu
 @pytest.mark.parametrize(("limit_w", "warnings"), [(400.0, 0), (300.0, 1)])
 def test_a_power_limit_below_the_default_is_said_at_the_start_of_a_job(stub_of_agents, caplog, limit_w, warnings):
     stub_of_agents.gpus[0].power_limit_w = limit_w
-    gpu = open_gpu(parse_block({"device": "nvml"}), torch.device("cpu"), rank=5, local_rank=0)
+    gpu = open_gpu_of_rank(parse_block({"device": "nvml"}), torch.device("cpu"), rank=5, local_rank=0)
     gpu.close()
     assert caplog.text.count("rank 5, GPU 0") == warnings
     assert caplog.text.count("its power limit is 300 W of 400 W: plans are computed for this limit") == warnings
@@ -45,7 +45,7 @@ def test_a_clock_that_a_site_has_locked_is_not_removed_silently(
     gpu = stub_of_agents.gpus[0]
     gpu.locked_clock_mhz, gpu.throttle_reasons = locked_mhz, reasons
     block = {"device": "nvml", "mode": mode, **({"frontier": "any"} if mode == "run" else {})}
-    opened = open_gpu(parse_block(block), torch.device("cpu"), rank=5, local_rank=0)
+    opened = open_gpu_of_rank(parse_block(block), torch.device("cpu"), rank=5, local_rank=0)
     assert caplog.text.count(f"its clock was locked at {locked_mhz} MHz before the job") == notices
     assert gpu.locked_clock_mhz == (locked_mhz if mode == "observe" else 0)
     opened.close()
@@ -54,7 +54,7 @@ def test_a_clock_that_a_site_has_locked_is_not_removed_silently(
 def test_a_clock_below_the_highest_one_that_does_not_rise_was_not_locked(stub_of_agents, caplog):
     """For example, a board that does not reach its highest clock."""
     stub_of_agents.gpus[0].limit_clock_mhz = 1200
-    open_gpu(parse_block({"device": "nvml", "mode": "auto"}), torch.device("cpu"), rank=5, local_rank=0).close()
+    open_gpu_of_rank(parse_block({"device": "nvml", "mode": "auto"}), torch.device("cpu"), rank=5, local_rank=0).close()
     assert "before the job" not in caplog.text
 
 
@@ -63,9 +63,9 @@ def test_a_gpu_is_kept_busy_while_its_lease_is_waited_for_if_its_clock_is_reset(
     seconds = []
     monkeypatch.setattr(devices.LeasedGpu, "compute", lambda gpu, device, time_s: seconds.append((device, time_s)))
     device = torch.device("cpu")
-    open_gpu(parse_block({"device": "nvml", "mode": "observe"}), device, rank=0, local_rank=0).close()
+    open_gpu_of_rank(parse_block({"device": "nvml", "mode": "observe"}), device, rank=0, local_rank=0).close()
     assert not seconds
-    open_gpu(parse_block({"device": "nvml", "mode": "auto"}), device, rank=0, local_rank=0).close()
+    open_gpu_of_rank(parse_block({"device": "nvml", "mode": "auto"}), device, rank=0, local_rank=0).close()
     assert {each for each, _ in seconds} == {device}
 
 
@@ -76,9 +76,9 @@ def test_no_gpu_is_simulated_for_a_job_that_computes_on_another_accelerator(devi
         index = 0
 
     with pytest.raises(ConfigError, match=f"computes on '{device}'"):
-        open_gpu(parse_block({}), Device(), rank=0, local_rank=0)
-    assert open_gpu(parse_block({"device": "simulated"}), Device(), rank=0, local_rank=0).simulated
-    assert open_gpu(parse_block({}), torch.device("cpu"), rank=0, local_rank=0).simulated
+        open_gpu_of_rank(parse_block({}), Device(), rank=0, local_rank=0)
+    assert open_gpu_of_rank(parse_block({"device": "simulated"}), Device(), rank=0, local_rank=0).simulated
+    assert open_gpu_of_rank(parse_block({}), torch.device("cpu"), rank=0, local_rank=0).simulated
 
 
 def test_amds_gpus_are_opened_through_zeus(monkeypatch):

@@ -43,9 +43,9 @@ from perseus_ds.huggingface import hub
 from perseus_ds.huggingface.stages import (
     CausalLoss,
     build_stage,
+    layers_of_stages,
     read_config,
     save_pretrained,
-    stages_of,
     trained_tokens,
 )
 from perseus_ds.layouts.partition import uniform_cut
@@ -451,11 +451,11 @@ def test_a_model_that_cannot_be_written_says_which_rank_could_not(tmp_path):
 
 def test_cuts_are_checked():
     assert uniform_cut(7, 3) == (3, 2, 2)
-    assert stages_of((3, 4), 7) == [range(3), range(3, 7)]
+    assert layers_of_stages((3, 4), 7) == [range(3), range(3, 7)]
     with pytest.raises(ConfigError, match="1 to 7 stages, not 8"):
         uniform_cut(7, 8)
     with pytest.raises(ConfigError, match=r"the model has 7 layers; \[3, 3\] are 6"):
-        stages_of((3, 3), 7)
+        layers_of_stages((3, 3), 7)
     with pytest.raises(ConfigError, match=r"\[1, 3\] are 2 stages, not 3"):
         perseus_ds.pipeline_stage(tiny("llama"), stage_index=0, num_stages=3, device="cpu", cut=(1, 3))
     with pytest.raises(ConfigError, match="The model has 4 layers, so 1 to 4 stages, not 5"):
