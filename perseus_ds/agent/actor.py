@@ -159,8 +159,9 @@ class GpuActor:
         self._called_s: float | None = None
         self._busy_since_s: float | None = None
         self._late_s = Delays()
-        self._changed_s: deque[float] = deque(maxlen=_MOST_SET_AGAIN + 1)
-        self._is_left = False
+        # Times of the last changes from outside, and whether the clock stays as they set it.
+        self._outside_s: deque[float] = deque(maxlen=_MOST_SET_AGAIN + 1)
+        self._accepts_outside = False
         self._is_closed = False
         timebase.thread(self._work, "perseus-gpu").start()
 
@@ -406,15 +407,15 @@ class GpuActor:
     def _read_back(self) -> None:
         """Read the clock, and set it again if it was changed from outside, unless that has happened too often."""
         self.readback.read()
-        if not self.readback.is_changed_from_outside or self._is_left:
+        if not self.readback.is_changed_from_outside or self._accepts_outside:
             return
         now_s = self._time.now_s()
-        self._changed_s.append(now_s)
-        if len(self._changed_s) <= _MOST_SET_AGAIN or now_s > self._changed_s[0] + _COUNTED_S:
+        self._outside_s.append(now_s)
+        if len(self._outside_s) <= _MOST_SET_AGAIN or now_s > self._outside_s[0] + _COUNTED_S:
             self._actual_mhz = None  # so that the target is set again
         else:
-            self._is_left = True
-            self._report(ChangedFromOutside(*self.readback.reading, len(self._changed_s)))
+            self._accepts_outside = True
+            self._report(ChangedFromOutside(*self.readback.reading, len(self._outside_s)))
 
     def _reset(self, target: _Target, epoch: int) -> None:
         """Reset the clock, unless another process has taken over the GPU."""

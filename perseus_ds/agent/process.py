@@ -99,7 +99,7 @@ class Agent:
         self._ranks: list[Rank] = []
         self._actors: dict[str, GpuActor] = {}
         # GPUs that processes of other jobs left locked, and these processes.
-        self._left: dict[str, tuple[int, GpuActor]] = {}
+        self._left_locked: dict[str, tuple[int, GpuActor]] = {}
         self._began_s = self._update_at_s = self._next_s = self._restore_at_s = timebase.now_s()
         self._has_served = self.terminates = self.is_over = False
         self._uplinks: list[Uplink] = []
@@ -112,7 +112,7 @@ class Agent:
             for record in left_locked(name):
                 actor = self._open(record)
                 if not record.is_of_same_job:
-                    self._left[record.gpu] = record.left_by or 0, actor
+                    self._left_locked[record.gpu] = record.left_by or 0, actor
 
     def serve(self) -> None:
         """Serve until the last rank has ended, or return if no rank connects within 10 s."""
@@ -463,7 +463,8 @@ class Agent:
         if request.describes and actor.description is None:
             self._refuse(rank, "unusable", str(actor.description_error))
             return
-        is_clear = all(left.is_reset for _, left in self._left.values()) or now_s > self._began_s + _LEFT_TIMEOUT_S
+        are_reset = all(left.is_reset for _, left in self._left_locked.values())
+        is_clear = are_reset or now_s > self._began_s + _LEFT_TIMEOUT_S
         if actor.gpu is None or not actor.is_reset or not is_clear:
             return
         actor.record.set_locked(True)
@@ -473,8 +474,8 @@ class Agent:
         self._selector.register(rank.signals, selectors.EVENT_READ, receive_signals)
         on_record = partial(self._update_soon, rank)
         rank.clocks = RankClocks(actor, memory, rank.send, rank.send_to_server, self._time, on_record=on_record)
-        left = [messages.LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left.items()]
-        self._left = {}
+        left = [messages.LeftLocked(gpu, pid, each.left_problem) for gpu, (pid, each) in self._left_locked.items()]
+        self._left_locked = {}
         actor.record.left_by = None
         rank.send(messages.Granted(tuple(left), actor.description if request.describes else None))
 

@@ -407,7 +407,8 @@ class Timeline:
         since_s = self._memory.idle_since_s
         if not since_s or since_s == self._handled_idle_s:
             return math.inf
-        if self._memory.progress % 2:  # the tail of an iteration, which the user's code continues
+        is_within_iteration = self._memory.progress % 2
+        if is_within_iteration:  # its tail, which the user's code continues
             at_s = since_s + IDLE_S
             slots = self._programs[self._iteration % REMEMBERED].slots
             is_idle = self._iteration == self._memory.iteration and self._mark == len(slots) - 1
@@ -416,7 +417,7 @@ class Timeline:
             is_idle = self._iteration > self._memory.iteration  # the GPU has finished everything
         if not is_idle:
             return math.inf
-        if since_s > 0 and at_s > now_s:
+        if since_s > 0 and at_s > now_s:  # not PAUSED, which is negative
             return at_s
         self._handled_idle_s = since_s
         if self._requests_clocks:

@@ -91,6 +91,7 @@ class Seen:
         number: Training step, starting at 1.
         iteration: Number of the iteration since the job started.
         run: What all ranks ran from its start to its end; None if they differ.
+        ranks: The figures of the reports, each as an array over ranks.
         messages: The reports as received, by rank.
         contents: Its operations as received, by rank.
         streams: The operations of its order, by rank. Empty if unknown.
@@ -111,12 +112,12 @@ class Seen:
     drift: JobDrift | None = None
 
     @cached_property
-    def reports(self) -> JobReport:
+    def job_report(self) -> JobReport:
         return JobReport.of(self.ranks)
 
     @property
     def time_s(self) -> float:
-        return self.reports.time_s
+        return self.job_report.time_s
 
     @cached_property
     def tokens(self) -> list[float]:

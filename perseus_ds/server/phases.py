@@ -50,7 +50,7 @@ async def observe(iterations: float = math.inf) -> None:
     run, done, has_failed = Run("observe"), 0, False
     while done < iterations or has_failed:
         seen = await iteration(run)
-        done, has_failed = done + 1, seen.reports.failed
+        done, has_failed = done + 1, seen.job_report.failed
 
 
 async def calibrate(context: ModeContext) -> None:

@@ -338,7 +338,7 @@ class _Measurement:
         clock_mhz, visit, self._visit = self._visited_mhz, self._visit, []
         if not visit or clock_mhz is None:
             return
-        if visit[-1].reports.failed:
+        if visit[-1].job_report.failed:
             raise GpuError("the clock could not be set")
         tails_s = [_shortest_tail_s(seen, self._ranks) for seen in visit]
         for rank in self._ranks:

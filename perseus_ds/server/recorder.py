@@ -612,7 +612,7 @@ class TimelineLog:
             plan = None if plans is None else plans.of_pipeline(job.places[job.shown[place]].pipeline)
             clocks = {} if plan is None else dict(zip(plan.instructions[place], plan.clocks_mhz[place], strict=True))
             operations.append([entry for span in own for entry in _entries(span, begin_s - min(begins_s), clocks)])
-        energy_j = seen.reports.energy_j
+        energy_j = seen.job_report.energy_j
         iteration = MeasuredIteration(
             iteration=seen.number,
             phase=run.phase,

@@ -72,7 +72,7 @@ class PlanSelector:
         statistics.add_stop(seen.messages[0].report.stopped_s)
         statistics.add_iteration(
             time_s=seen.time_s,
-            energy_j=seen.reports.energy_j,
+            energy_j=seen.job_report.energy_j,
             promised_time_s=promised.time_s,
             promised_energy_j=promised.energy_j * self._gpus_per_rank,
         )

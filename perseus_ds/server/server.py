@@ -417,12 +417,12 @@ class JobServer:
         number = NO_ORDER if order is None else order.number
         was_at_default_clocks = self._was_at_default_clocks
         is_at_default_clocks = run is not None and run.clocks(number) == _AT_DEFAULT_CLOCKS
-        self._was_at_default_clocks = is_at_default_clocks and not seen.reports.failed
+        self._was_at_default_clocks = is_at_default_clocks and not seen.job_report.failed
         if order is None:
             return None
         known.set_passes(number, order.passes)
         if was_at_default_clocks and self._was_at_default_clocks:
-            known.add(number, seen.time_s, seen.reports.energy_j, seen.size)
+            known.add(number, seen.time_s, seen.job_report.energy_j, seen.size)
         return known.of(number, seen.size)
 
     def _advance(self, seen: Seen | None) -> None:

@@ -176,7 +176,7 @@ class PlanRunner:
             or begins_at_other_clocks
             or is_first
             or not has_plans
-            or seen.reports.failed
+            or seen.job_report.failed
         ):
             block.pass_over(seen.time_s)
             return
