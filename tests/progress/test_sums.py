@@ -51,6 +51,7 @@ def test_profiling_counts_and_iterations_at_default_clocks_save_nothing():
     default_j = 4 * 100 + 2 * 110 + 20 * 80 + 380
     assert whole.saved == pytest.approx(380 / default_j)
     assert whole.saved_error == pytest.approx(0.003 * 2000 / default_j), "the error of its part under plans"
+    assert whole.slowdown_error == pytest.approx(0.002 * 20 / 26)
 
 
 def test_an_iteration_with_a_stall_is_counted_and_not_compared():

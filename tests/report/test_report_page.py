@@ -16,7 +16,7 @@ from perseus_ds.artifacts.run_events import Event, PlanChosen, ProfileWritten
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.cli.main import main
 from perseus_ds.report.facts import Factors, facts, points_of_one_pipeline
-from perseus_ds.report.inputs import read, read_run
+from perseus_ds.report.inputs import Inputs, read, read_run
 from perseus_ds.units import gpu_time, joules, percent
 
 
@@ -194,18 +194,25 @@ def test_a_run_whose_frontier_lies_elsewhere_finds_it_and_its_profile(tmp_path, 
 
 
 def test_of_runs_that_have_plans_of_their_own_the_last_ones_are_shown_with_their_profile(tmp_path, job):
-    for name, time in (("a, first", 1.0), ("b, last", 3.0), ("c, between", 2.0)):
+    for name, time, plan in (("a, first", 1.0, 0), ("b, last", 3.0, 2), ("c, between", 2.0, 1)):
         folder = tmp_path / name
         provenance = job.frontier.provenance.model_copy(update={"solver": name})
         replace(job.frontier, provenance=provenance).save(folder)
         StageProfile(job.profile.measurements, job.profile.info.model_copy(update={"gpu": name})).save(
             folder / "profile.csv"
         )
-        ran = [iteration(n, "run", 1.0, 100.0, plan=0) for n in range(1, 4)]
+        ran = [iteration(n, "run", 1.0, 100.0, plan=plan) for n in range(1, 4)]
         write(folder, [start("ours", "auto", time=time), *ran])
     write(tmp_path / "d, without", [start("ours", "observe", time=4.0), iteration(1, "observe", 1.0, 100.0)])
     found = read(tmp_path)
     assert found.frontier.provenance.solver == found.profile.info.gpu == "b, last"
+    assert found.plan_used == 2
+
+
+@pytest.mark.parametrize("only", ["frontier", "profile"])
+def test_a_report_with_plans_or_a_profile_of_a_simulated_gpu_is_simulated(tmp_path, job, only):
+    assert Inputs(tmp_path, **{only: getattr(job, only)}).simulated
+    assert not Inputs(tmp_path).simulated
 
 
 @pytest.mark.parametrize(

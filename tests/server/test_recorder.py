@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -254,6 +255,14 @@ def test_drift_is_that_of_the_last_look_until_the_job_profiles_again(recorder, t
     recorder.add(*under_plan(4))
     records, _ = records_of(recorder, tmp_path)
     assert [record.drift for record in records] == [0.03, 0.03, None, None]
+
+
+def test_a_profile_that_no_longer_fits_predicts_neither_plans_nor_default_clocks(recorder, tmp_path):
+    refuted = Run("run", plans={0: replace(UNDER_PLAN.plans[0], forecast=replace(FORECAST, is_refuted=True))})
+    for number, run in ((1, UNDER_PLAN), (2, refuted)):
+        recorder.add(seen({"time_s": 1.1}, number=number, run=run), run, AT_DEFAULT_CLOCKS, GOOD)
+    records, _ = records_of(recorder, tmp_path)
+    assert [(record.predicted_time_s, record.default_time_s) for record in records] == [(1.0, 1.0), (None, None)]
 
 
 def test_a_record_that_cannot_be_written_is_left_out_and_those_after_it_are_not(tmp_path):
