@@ -44,7 +44,9 @@ from perseus_ds.pipeline.commands import read_schedule, schedule_class
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule, Span, encode_spans
 from perseus_ds.protocol.job_messages import (
+    ClockStatus,
     Follow,
+    GpuFacts,
     JobDescription,
     Measured,
     Observed,
@@ -150,9 +152,8 @@ class Job:
                     copies=tuple(range(first, self.ranks, self.stages * self.tensor_parallel)),
                     key=KEY,
                     schedule=own[place],
-                    gpu="simulated GPU",
+                    gpu=GpuFacts(name="simulated GPU", simulated=True),
                     clocks_mhz=CLOCKS_MHZ,
-                    simulated=True,
                     node=str(rank // NODE),
                     has_monitor=rank == 0,
                 )
@@ -219,7 +220,7 @@ class Agents:
             if follow is not None and times in ("passes", "all"):
                 uplink.send(rank, Spans(self.iteration, self._spans(follow, rank % self.job.stages, times)))
                 self.sent += 1
-            uplink.send(rank, RankReport(report, serial, 100.0 + self.iteration, energy_j, 2.0))
+            uplink.send(rank, RankReport(report, serial, 100.0 + self.iteration, energy_j, ClockStatus(changes=2)))
             self.sent += 1
 
     def is_at_default_clocks(self, rank: int) -> bool:

@@ -21,9 +21,9 @@ from perseus_ds.agent.gpu_records import GpuRecord, UnrecordedGpu
 from perseus_ds.agent.readback import ClockReadback
 from perseus_ds.agent.site_lock import check_lock_permission
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
-from perseus_ds.gpu.base import Gpu
+from perseus_ds.gpu.base import Gpu, gpu_facts
 from perseus_ds.gpu.energy_counter import CounterLog
-from perseus_ds.protocol.job_messages import ClockRefused, RankFailed, RankRecovered
+from perseus_ds.protocol.job_messages import ClockRefused, ClockStatus, RankFailed, RankRecovered
 from perseus_ds.protocol.layout import DRIVER_HANGS_S
 from perseus_ds.protocol.messages import Fault, GpuDescription
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -39,19 +39,6 @@ _MOST_SET_AGAIN, _COUNTED_S = 3, 600.0
 """Number of times within the second value [s] that a clock is set again after a change from outside."""
 # Number of delays that are stored, number needed for a median, and delay that counts as late [s].
 _REMEMBERED, _ENOUGH, _COUNTS_S = 33, 3, 0.002
-
-
-class ClockStatus(NamedTuple):
-    """Clock changes and readings of a GPU, as in :class:`~perseus_ds.protocol.job_messages.RankReport`."""
-
-    changes: int = 0
-    skips: int = 0
-    asked_mhz: float = math.nan
-    reached_mhz: float = math.nan
-    late_s: float = 0.0
-    limit_w: float = math.inf
-    limit_mhz: float = math.inf
-    default_mhz: float = 0.0
 
 
 class ChangedFromOutside(NamedTuple):
@@ -289,15 +276,17 @@ class GpuActor:
         return self.description.is_permission_checked or not checks_permission
 
     def status(self) -> ClockStatus:
+        asked_mhz, reached_mhz = self.readback.reading
         limits = self.readback.limits
         return ClockStatus(
-            self.changes,
-            self.skips,
-            *self.readback.reading,
-            self._late_s.typical_s,
-            limits.power_w,
-            limits.clock_mhz,
-            self.readback.default_mhz or 0.0,
+            changes=self.changes,
+            skips=self.skips,
+            asked_mhz=asked_mhz,
+            reached_mhz=reached_mhz,
+            limit_w=limits.power_w,
+            limit_mhz=limits.clock_mhz,
+            late_s=self._late_s.typical_s,
+            default_mhz=self.readback.default_mhz or 0.0,
         )
 
     def _return_to_default(self) -> None:
@@ -508,13 +497,10 @@ def description_of(gpu: Gpu, timebase: Timebase = REAL_TIME, *, checks_permissio
         permission_fault = Fault.of(error)
     return GpuDescription(
         text=str(gpu),
-        name=gpu.name,
-        driver=gpu.driver,
-        settings=gpu.settings,
+        facts=gpu_facts(gpu),
         notices=tuple(notices),
         clocks_mhz=clocks_mhz,
         clocks_fault=clocks_fault,
         permission_fault=permission_fault,
         is_permission_checked=checks_permission,
-        counter=getattr(gpu, "counter", ""),
     )

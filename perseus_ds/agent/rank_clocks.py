@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from perseus_ds.agent.actor import ChangedFromOutside, ClockStatus, CounterFailed, GpuActor, GpuNews
+from perseus_ds.agent.actor import ChangedFromOutside, CounterFailed, GpuActor, GpuNews
 from perseus_ds.agent.timeline import EndedIteration, Timeline
 from perseus_ds.errors import GpuError
 from perseus_ds.gpu.base import GpuState
@@ -65,7 +65,7 @@ class RankClocks:
         actor.listeners.append(self._tell)
         # Messages that are sent after the GPU has finished earlier work, and the times at which they were received.
         self._held: deque[tuple[msg.Report | msg.Left, float]] = deque()
-        self._before = ClockStatus()
+        self._before = msg.ClockStatus()
         self._client_log: CounterLog | None = None
         # The log for the server, and the orders for which the server requests one.
         self._log: CounterLog | None = None
@@ -201,22 +201,24 @@ class RankClocks:
             log.changes, log.clocks = [], []
             refreshes = array("d", [value for change in changes for value in change]).tobytes()
             clocks = array("d", [float(value) for each in read for value in each]).tobytes()
-        figures = status._asdict()
-        figures["changes"] = max(0, status.changes - before.changes)  # a record that was missing has the latest status
-        figures["skips"] = max(0, status.skips - before.skips)
+        status = msgspec.structs.replace(
+            status,
+            changes=max(0, status.changes - before.changes),  # a record that was missing has the latest status
+            skips=max(0, status.skips - before.skips),
+        )
         if self._is_revoked:
-            figures["asked_mhz"] = figures["reached_mhz"] = math.nan
+            status = msgspec.structs.replace(status, asked_mhz=math.nan, reached_mhz=math.nan)
         return msg.RankReport(
             report,
             serial=-1 if is_unknown else self.timeline.serial_of(report.iteration),
             begun_s=record.begun_s,
             energy_j=record.energy_j,
+            status=status,
             has_failed=has_failed,
             refreshes=refreshes,
             clocks=clocks,
             temperature_c=self._state.temperature_c,
             power_state=self._state.power_state,
-            **figures,
         )
 
     def _read_state_if_due(self) -> None:

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from perseus_ds.agent.actor import ClockStatus, Delays, GpuActor
+from perseus_ds.agent.actor import Delays, GpuActor
 from perseus_ds.errors import GpuError
-from perseus_ds.protocol.job_messages import Follow, Follows, LatencyTable, Program
+from perseus_ds.protocol.job_messages import ClockStatus, Follow, Follows, LatencyTable, Program
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS, IDLE_S, NEXT_WITHIN_S, POSITIONS, REMEMBERED, RankMemory
 from perseus_ds.timebase import Timebase
 
@@ -448,7 +448,7 @@ class Timeline:
     def _status(self) -> ClockStatus:
         """Return the status of the GPU, in which the delay until marks are found is added to that of the actor."""
         status = self._actor.status()
-        return status._replace(late_s=status.late_s + self._late_s.typical_s)
+        return msgspec.structs.replace(status, late_s=status.late_s + self._late_s.typical_s)
 
     # The methods below run on the actor's thread.
 

@@ -7,6 +7,7 @@ ranks follow the first ones of all.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,6 +90,23 @@ class Layout(FileModel):
         ends = list(accumulate(cut))
         stages = [parts[end - count : end] for count, end in zip(cut, ends, strict=True)]
         return self.model_copy(update={"stages": stages})
+
+
+def encode_parts(by_stage: Mapping[int, Sequence[Part] | None]) -> dict[int, bytes]:
+    """Return the parts of stages as JSON, without stages whose parts are unknown."""
+    encoded = {}
+    for stage, parts in by_stage.items():
+        if parts is not None:
+            encoded[stage] = json.dumps([part.model_dump(mode="json") for part in parts]).encode()
+    return encoded
+
+
+def decode_parts(by_stage: Mapping[int, bytes]) -> dict[int, list[Part]]:
+    """Return the parts of stages from what :func:`encode_parts` returns."""
+    decoded = {}
+    for stage, content in by_stage.items():
+        decoded[stage] = [Part.model_validate(part) for part in json.loads(content)]
+    return decoded
 
 
 def _joined(parts: Sequence[Part], counts: Mapping[str, int]) -> Iterator[Part]:

@@ -16,8 +16,8 @@ from perseus_ds.client.operations import Work
 from perseus_ds.client.timers import CudaExecution, Execution, HostExecution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import ConfigError, GpuError
-from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.protocol import places
+from perseus_ds.protocol.job_messages import GpuFacts
 from perseus_ds.protocol.messages import FindGpu
 from perseus_ds.simulation.gpu import SimulatedGpu
 from perseus_ds.simulation.work import SimulatedWork
@@ -30,8 +30,26 @@ _RENUMBERING = (
 )  # fmt: skip
 
 
-class RankGpu(KnownGpu, Protocol):
-    """The GPU on which this rank computes."""
+class RankGpu(Protocol):
+    """The GPU on which this rank computes. Only its agent calls its driver."""
+
+    @property
+    def facts(self) -> GpuFacts:
+        """Facts about the GPU, which the server of the job receives."""
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        """Return the SM clocks that can be locked, ascending [MHz]. Raises a ``GpuError`` if the driver lists none."""
+
+    def check_lock_permission(self) -> None:
+        """Check that clocks may be locked.
+
+        Raises:
+            GpuPermissionError: They may not. The message gives a remedy.
+            GpuError: The driver refused.
+        """
+
+    def close(self) -> None:
+        """End the lease, if there is one."""
 
     def take_lease(self) -> Lease:
         """Return the lease of the GPU, which is requested if there is none yet. Raises a ``GpuError``."""
@@ -47,9 +65,7 @@ class RankGpu(KnownGpu, Protocol):
 
 
 class LeasedGpu:
-    """A GPU as the agent described it when it granted the lease. Only the agent calls its driver."""
-
-    simulated = False
+    """A GPU as the agent described it when it granted the lease."""
 
     def __init__(self, place: FindGpu, device: torch.device, *, checks_permission: bool) -> None:
         """Request a lease of the GPU of a device. ``checks_permission`` resets its clock. Raises a ``GpuError``."""
@@ -66,10 +82,7 @@ class LeasedGpu:
         )
         assert self.lease.description is not None
         self._known = self.lease.description
-        self.name, self.driver = self._known.name, self._known.driver
-        self.address: str | None = self.lease.gpu
-        self.settings, self.notices = self._known.settings, self._known.notices
-        self.counter = self._known.counter
+        self.facts = self._known.facts
 
     def __str__(self) -> str:
         return self._known.text
@@ -90,10 +103,11 @@ class LeasedGpu:
         return self.lease
 
     def say_notices(self, rank: int, config: PerseusConfig) -> None:
-        for setting in self.notices:
-            logger.warning("perseus: rank %d, %s: %s", rank, self, setting)
-        if self.settings is not None and self.settings["whole_module"] is not False:
-            is_known = self.settings["whole_module"] is not None
+        for notice in self._known.notices:
+            logger.warning("perseus: rank %d, %s: %s", rank, self, notice)
+        settings = self.facts.settings
+        if settings is not None and settings["whole_module"] is not False:
+            is_known = settings["whole_module"] is not None
             logger.warning(
                 "perseus: rank %d, %s: %s the whole module, and not only this GPU, and so do all energies and savings.",
                 rank,

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import json
 import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from perseus_ds import errors
-from perseus_ds.artifacts.layout import EngineName, Part
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.agreement import agree, store_of_job
 from perseus_ds.client.clocks import AgentClocks
@@ -34,7 +32,6 @@ from perseus_ds.client.operations import Work
 from perseus_ds.client.timers import Execution
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import GpuError, PerseusError
-from perseus_ds.gpu.base import KnownGpu
 from perseus_ds.gpu.energy_counter import CounterAnswer, answer_to_a_step, mean_power_w, period_s_of
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol import job_messages as msg
@@ -44,7 +41,6 @@ from perseus_ds.protocol.messages import ServerStarted
 from perseus_ds.timebase import REAL_TIME, Timebase
 
 logger = logging.getLogger("perseus_ds")
-_LARGEST_COUNT = 2**53
 STARTED = "started"
 """Topic of the agreement before the first iteration."""
 # Load before the measured step of power: number of refreshes, length of one part [s], and longest time [s].
@@ -65,41 +61,24 @@ class Monitor(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineFacts:
-    """Facts about the code that trains on this rank.
+class Training:
+    """The training on this rank, by an engine or a user's own loop.
+
+    Its functions are called at the meeting, where an error of one rank is raised on all of them.
 
     Attributes:
-        pipeline: Global ranks of its pipeline, first stage first.
-        copies: Global ranks that train the same stages on other data, itself included. None if every pipeline has
-            different data.
-        device: Device of the rank's tensors.
-        order: Value that identifies the schedule of the first iteration, as in :meth:`PerseusRuntime.iteration`.
-        fingerprint: Changes with any property that affects the times of this rank's instructions.
-        models: Classes of the models in this process, the one that trains first. Empty for a user's own loop.
-        versions: Versions of the packages that train, besides torch and Perseus.
-        micro_batch_size: Number of samples of a micro-batch, if it is known.
+        facts: Returns the facts that the engine and its versions determine.
+        device: Returns the device of the rank's tensors.
+        read: Returns the operations of this rank in an iteration, as a schedule of one rank.
+        check: Called on rank 0 with the schedule of all ranks of its pipeline. Raises an error if it cannot be planned.
         monitor: Receives time and energy, as DeepSpeed's monitor does.
-        steps_per_print: Interval of printed iterations. None or infinity for never.
-        steps: Number of finished training steps. None if the engine does not count them.
-        engine: Engine that defines the notation of layouts. None if layers cannot be moved between stages.
-        parts: Parts of the model, by stage of this rank. Empty if unknown.
-        tied: Whether the embedding and the head share a weight.
     """
 
-    pipeline: tuple[int, ...]
-    copies: tuple[int, ...] | None
-    device: torch.device
-    order: Hashable = None
-    fingerprint: str = ""
-    models: tuple[str, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    micro_batch_size: int | None = None
+    facts: Callable[[], RankFacts]
+    device: Callable[[], torch.device]
+    read: Callable[[], Schedule]
+    check: Callable[[Schedule], object] = lambda schedule: None
     monitor: Monitor | None = None
-    steps_per_print: float | None = None
-    steps: int | None = None
-    engine: EngineName | None = None
-    parts: Mapping[int, Sequence[Part]] = field(default_factory=dict)
-    tied: bool = False
 
 
 @functools.lru_cache(maxsize=1024)
@@ -112,7 +91,8 @@ def key_of(order: Hashable) -> int:
 class Opened:
     """Resources that a rank has opened. They are closed if the job does not start."""
 
-    facts: EngineFacts
+    facts: RankFacts
+    device: torch.device
     gpu: RankGpu | None = None
     clocks: AgentClocks | None = None
     timers: Execution
@@ -126,46 +106,34 @@ class Opened:
             self.gpu.close()
 
 
-def meet(
-    config: PerseusConfig,
-    describe: Callable[[], EngineFacts],
-    read: Callable[[], Schedule],
-    check: Callable[[Schedule], object],
-    opened: Opened,
-) -> ServerStarted:
+def meet(config: PerseusConfig, training: Training, opened: Opened) -> ServerStarted:
     """Open the GPU of this rank, have rank 0 start the job's server, and return the server's answer.
 
-    ``describe`` returns the facts of the engine, and ``read`` the operations of this rank in an iteration, as a
-    schedule of one rank. Rank 0 calls ``check`` with the schedule of all ranks of its pipeline, which raises an error
-    if it cannot be planned. ``opened`` receives the opened resources.
+    ``opened`` receives the opened resources.
 
     Raises:
         PerseusError: On all ranks, the error of the first rank that has one.
     """
 
     def part() -> bytes:
-        facts = opened.facts = describe()
-        opened.schedule = read()
-        gpu = opened.gpu = open_gpu_of_rank(config, facts.device, rank=dist.get_rank(), local_rank=local_rank())
-        opened.clocks = clocks_of(gpu.take_lease(), facts.device)
-        opened.timers, opened.simulated = execution_on(facts.device), gpu.work(config)
-        own = rank_facts(config, facts, opened.schedule, gpu, calibrates=opened.simulated is not None)
-        return msg.encode(own)
+        facts, device, schedule = training.facts(), training.device(), training.read()
+        gpu = opened.gpu = open_gpu_of_rank(config, device, rank=dist.get_rank(), local_rank=local_rank())
+        opened.clocks = clocks_of(gpu.take_lease(), device)
+        opened.timers, opened.simulated = execution_on(device), gpu.work(config)
+        calibrates, has_monitor = opened.simulated is not None, training.monitor is not None
+        facts = msgspec.structs.replace(facts, calibrates=calibrates, has_monitor=has_monitor)
+        opened.facts, opened.device, opened.schedule = complete(facts, config, schedule, gpu), device, schedule
+        return msg.encode(opened.facts)
 
     def start_server(parts: list[bytes]) -> bytes:
-        return _encode(_start_server(config, parts, check, opened))
+        return _encode(_start_server(config, parts, training, opened))
 
     return msgspec.msgpack.decode(agree(STARTED, "begin to train", part, start_server), type=ServerStarted)
 
 
-def rank_facts(
-    config: PerseusConfig, facts: EngineFacts, schedule: Schedule, gpu: KnownGpu, *, calibrates: bool = False
-) -> RankFacts:
-    """Return the facts that a rank sends to rank 0. Raises a ``GpuError`` if needed clocks cannot be set.
-
-    ``calibrates`` is True if passes must be calibrated to take as long as on the simulated GPU.
-    """
-    problem, clocks_mhz = "", tuple[int, ...]()
+def complete(facts: RankFacts, config: PerseusConfig, schedule: Schedule, gpu: RankGpu) -> RankFacts:
+    """Add what rank 0 must know about schedule, node and GPU. Raises a ``GpuError`` if needed clocks cannot be set."""
+    no_permission, clocks_mhz = "", tuple[int, ...]()
     if config.mode != "observe":
         try:
             gpu.check_lock_permission()
@@ -173,55 +141,24 @@ def rank_facts(
         except GpuError as error:
             if config.needs_clocks:
                 raise
-            problem = str(error)
-    return RankFacts(
-        pipeline=facts.pipeline,
-        copies=facts.copies,
-        key=key_of(facts.order),
+            no_permission = str(error)
+    return msgspec.structs.replace(
+        facts,
         schedule=ScheduleStreams.of(schedule).model_dump_json().encode(),
-        fingerprint=facts.fingerprint,
-        models=facts.models,
         versions={**facts.versions, **own_versions()},
-        micro_batch_size=_count(facts.micro_batch_size),
-        engine=facts.engine,
-        parts={stage: _encoded(parts) for stage, parts in facts.parts.items()},
-        tied=facts.tied,
         node=f"{socket.gethostname()} {places.boot_id()}",
-        gpu=gpu.name,
-        driver=gpu.driver,
-        settings=b"" if gpu.settings is None else json.dumps(gpu.settings).encode(),
-        counter=getattr(gpu, "counter", ""),
+        gpu=gpu.facts,
         clocks_mhz=tuple(clocks_mhz),
-        no_permission=problem,
-        simulated=gpu.simulated,
-        calibrates=calibrates,
-        steps=_count(facts.steps),
-        has_monitor=facts.monitor is not None and bool(getattr(facts.monitor, "enabled", True)),
-        steps_per_print=_count(facts.steps_per_print),
+        no_permission=no_permission,
     )
 
 
-def _count(value: float | None) -> int | None:
-    """Return a count as an integer. None if it is unknown or not finite.
-
-    Engines take some of their counts from the user's configuration, in which ``float("inf")`` and ``1e9`` are common.
-    """
-    return int(value) if value is not None and abs(value) < _LARGEST_COUNT else None
-
-
-def _encoded(parts: Sequence[Part]) -> bytes:
-    """Return parts of a stage in JSON."""
-    return json.dumps([part.model_dump(mode="json") for part in parts]).encode()
-
-
-def _start_server(
-    config: PerseusConfig, parts: list[bytes], check: Callable[[Schedule], object], opened: Opened
-) -> ServerStarted:
+def _start_server(config: PerseusConfig, parts: list[bytes], training: Training, opened: Opened) -> ServerStarted:
     """Have rank 0's agent start the server, and return the answer for all ranks."""
     ranks = tuple(msg.decode_facts(part) for part in parts)
     pipeline = ranks[0].pipeline
     streams = [ScheduleStreams.model_validate_json(ranks[each].schedule).to_schedule() for each in pipeline]
-    check(replace(streams[0], ranks=tuple(stream.ranks[0] for stream in streams)))
+    training.check(replace(streams[0], ranks=tuple(stream.ranks[0] for stream in streams)))
     content = msg.encode(JobDescription.of(config.model_dump_json().encode(), ranks, os.getcwd()))
     assert opened.clocks is not None
     host = config.server.host or host_of(store_of_job())

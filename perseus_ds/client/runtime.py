@@ -28,7 +28,7 @@ import torch.distributed as dist
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import peak_memory_bytes
-from perseus_ds.client.meeting import EngineFacts, Monitor, Opened, key_of, measure_counter, measure_gpu, meet
+from perseus_ds.client.meeting import Monitor, Opened, Training, key_of, measure_counter, measure_gpu, meet
 from perseus_ds.client.operations import NOTHING, CapturedIteration, OperationHooks, Work, times_of
 from perseus_ds.client.timers import DeviceEvent, Execution, FinishedIteration
 from perseus_ds.config import PerseusConfig, parse_block
@@ -37,7 +37,7 @@ from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule, Span, encode_spans
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol import places
-from perseus_ds.protocol.job_messages import Follow, Follows, Program, Report, decode_welcome
+from perseus_ds.protocol.job_messages import Follow, Follows, Program, RankFacts, Report, decode_welcome
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.protocol.messages import Connect
 from perseus_ds.timebase import REAL_TIME, Timebase
@@ -86,7 +86,7 @@ class PerseusRuntime:
         timers: Execution,
         schedule: Schedule,
         *,
-        order: Hashable = None,
+        key: int = 0,
         simulated: Work | None = None,
         is_rank_0: bool = True,
         monitor: Monitor | None = None,
@@ -99,14 +99,14 @@ class PerseusRuntime:
         self.simulated = simulated
         self._time = timebase
         self._is_rank_0 = is_rank_0
-        self._monitor = monitor if getattr(monitor, "enabled", True) else None
+        self._monitor = monitor
         self._memory_bytes = memory_bytes
         self._hooks = OperationHooks(timers, clocks)
         self._process = os.getpid()
         self._closed = self._in_iteration = self._has_summary = False
         self._follows = Follows()
         self.schedule = schedule
-        self._first_key = key_of(order)
+        self._first_key = key
         self._streams = {self._first_key: schedule.ranks[0]}
         self._numbers: dict[int, int] = {}  # of orders, by their keys
         self._others = DEFAULT_CLOCKS
@@ -127,39 +127,36 @@ class PerseusRuntime:
     def start(
         cls,
         config: PerseusConfig,
-        describe: Callable[[], EngineFacts],
-        read: Callable[[], Schedule],
-        check: Callable[[Schedule], object] = lambda schedule: None,
+        training: Training,
     ) -> PerseusRuntime:
         """Start Perseus on a rank that is about to train. All ranks call this together.
-
-        The arguments are those of :func:`~perseus_ds.client.meeting.meet`.
 
         Raises:
             PerseusError: On all ranks, the error of the first rank that has one.
         """
         opened, rank = Opened(), dist.get_rank()
         try:
-            answer = meet(config, describe, read, check, opened)
-            facts, clocks, welcome = opened.facts, opened.clocks, decode_welcome(answer.answer)
+            answer = meet(config, training, opened)
+            facts, device = opened.facts, opened.device
+            clocks, welcome = opened.clocks, decode_welcome(answer.answer)
             assert clocks is not None
             runtime = cls(
                 clocks,
                 opened.timers,
                 opened.schedule,
-                order=facts.order,
+                key=facts.key,
                 simulated=opened.simulated,
                 is_rank_0=rank == 0,
-                monitor=facts.monitor,
-                memory_bytes=lambda: peak_memory_bytes(facts.device),
+                monitor=training.monitor,
+                memory_bytes=lambda: peak_memory_bytes(device),
             )
             address = places.from_this_node(answer.address)
             clocks.follow(Connect(rank, address, answer.server_key, answer.public_key, answer.secret_key))
             if welcome.measures_power:
                 place, ranks = facts.pipeline.index(rank), len(facts.pipeline)
                 assert opened.gpu is not None, "it was opened"
-                load = functools.partial(opened.gpu.compute, facts.device)
-                clocks.send(measure_gpu(clocks, load, facts.device, pipeline_rank=place, pipeline_ranks=ranks))
+                load = functools.partial(opened.gpu.compute, device)
+                clocks.send(measure_gpu(clocks, load, device, pipeline_rank=place, pipeline_ranks=ranks))
             elif welcome.measures_counter:
                 with suppress(GpuError):
                     clocks.send(measure_counter(clocks))
@@ -194,9 +191,10 @@ class PerseusRuntime:
             ConfigError: The block is invalid.
             PerseusError: On all ranks, the error of the first rank that has one.
         """
-        facts = EngineFacts(pipeline=tuple(pipeline), copies=None, device=torch.device(device), order=schedule)
+        facts = RankFacts(pipeline=tuple(pipeline), copies=None, key=key_of(schedule))
         own = replace(schedule, ranks=(schedule.ranks[facts.pipeline.index(dist.get_rank())],))
-        return cls.start(parse_block(block), lambda: facts, lambda: own)
+        loop = Training(facts=lambda: facts, device=lambda: torch.device(device), read=lambda: own)
+        return cls.start(parse_block(block), loop)
 
     @property
     def profiled(self) -> bool:

@@ -36,13 +36,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from perseus_ds.artifacts.plan import check_ranks
 from perseus_ds.client.agreement import agree, store_of_job, withdraw
 from perseus_ds.client.devices import gpu_of
-from perseus_ds.client.meeting import STARTED, EngineFacts, local_rank, own_versions
+from perseus_ds.client.meeting import STARTED, Monitor, Training, key_of, local_rank, own_versions
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import PerseusConfig
@@ -51,12 +52,14 @@ from perseus_ds.errors import ConfigError, GpuError, PerseusError, ScheduleError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Schedule
 from perseus_ds.policy.commands import parse_command
+from perseus_ds.protocol.job_messages import RankFacts
 from perseus_ds.protocol.layout import DEFAULT_CLOCKS
 from perseus_ds.server.frontiers import read_frontier
 
 logger = logging.getLogger("perseus_ds")
 # Settings that may differ between ranks: locations of files, and simulated GPUs.
 _MAY_DIFFER = {"output_dir", "frontier", "simulated"}
+_LARGEST_COUNT = 2**53
 _CHECKED = "checked"
 """Topic of the agreement before the schedule is known."""
 _SAME_ON_ALL = "Give all ranks the same perseus block, and install the same versions."
@@ -99,8 +102,19 @@ class Engine(ABC):
         """Class name of the model, for messages and records."""
 
     @abstractmethod
-    def facts(self) -> EngineFacts:
-        """Return a description of the training on this rank. Called before the engine trains."""
+    def facts(self) -> RankFacts:
+        """Return the facts about the training on this rank that the engine knows. Called before the engine trains."""
+
+    @abstractmethod
+    def device(self) -> torch.device | None:
+        """Return the device of the rank's tensors.
+
+        An engine that starts late may return None before it trains, if the device is unknown.
+        """
+
+    def monitor(self) -> Monitor | None:
+        """Return what receives the time and energy of every iteration, as DeepSpeed's monitor does. None if nothing."""
+        return None
 
     @abstractmethod
     def read(self) -> Schedule:
@@ -119,10 +133,6 @@ class Engine(ABC):
     @abstractmethod
     def release(self) -> None:
         """Restore the engine to its state before :meth:`surround`."""
-
-    def device(self) -> torch.device | None:
-        """Return the device of an engine that starts late, for checks before training. None if unknown."""
-        return None
 
     def pipeline_ranks(self) -> int | None:
         """Return the number of pipeline ranks of an engine that starts late, for checks before training."""
@@ -456,14 +466,26 @@ class Session:
         else:
             action(self.runtime)
 
-    def _describe(self, order: Hashable) -> EngineFacts:
+    def _facts(self, order: Hashable) -> RankFacts:
         models = (self.engine.model, *(other.engine.model for other in sessions() if other is not self))
-        facts, versions = self.engine.facts(), self.engine.versions()
-        return dataclasses.replace(facts, order=order, models=models, versions=versions)
+        versions = dict(self.engine.versions())
+        return msgspec.structs.replace(self.engine.facts(), key=key_of(order), models=models, versions=versions)
+
+    def _device(self) -> torch.device:
+        device = self.engine.device()
+        assert device is not None, "a process that trains has chosen its GPU"
+        return device
 
     def _start(self, order: Hashable) -> None:
-        describe = functools.partial(self._describe, order)
-        self.runtime = PerseusRuntime.start(self.config, describe, self.engine.read, self.engine.check)
+        engine = self.engine
+        training = Training(
+            facts=functools.partial(self._facts, order),
+            device=self._device,
+            read=engine.read,
+            check=engine.check,
+            monitor=engine.monitor(),
+        )
+        self.runtime = PerseusRuntime.start(self.config, training)
         self.state = SessionState.BETWEEN
         weakref.finalize(self, self.runtime.close).atexit = False
         # Both are called before what the runtime has registered.
@@ -589,14 +611,14 @@ def _check_gpu_and_frontier(engine: Engine, config: PerseusConfig) -> None:
     """Check this rank's GPU, and on rank 0 the frontier of ``run`` mode, which only its node needs."""
     engine.check_order()
     with ExitStack() as opened:
-        gpu = None
-        if (device := engine.device()) is not None and (config.needs_gpu or config.mode == "run"):
+        gpu, device = None, engine.device() if engine.starts_late else None
+        if device is not None and (config.needs_gpu or config.mode == "run"):
             gpu = gpu_of(config, device, rank=dist.get_rank(), local_rank=local_rank())
             opened.callback(gpu.close)
             if config.needs_clocks:
                 gpu.check_lock_permission()
         if config.mode == "run" and dist.get_rank() == 0:
-            real_gpu = None if gpu is None or gpu.simulated else gpu.name
+            real_gpu = None if gpu is None or gpu.facts.simulated else gpu.facts.name
             frontier = read_frontier(Path(str(config.frontier)), real_gpu)
             if (ranks := engine.pipeline_ranks()) is not None:
                 check_ranks(len(frontier.instructions), ranks)
@@ -666,6 +688,14 @@ def fingerprint(modules: Iterable[torch.nn.Module], *settings: object) -> str:
         classes = [type(layer).__name__ for layer in module.modules()]
         content.append((parameters, classes))
     return hashlib.sha256(repr((content, settings)).encode()).hexdigest()
+
+
+def whole_number(value: float | None) -> int | None:
+    """Return a count as an integer. None if it is unknown, not finite or too large to be meant.
+
+    Engines take some counts from the user's configuration, in which ``float("inf")`` and ``1e9`` are common.
+    """
+    return int(value) if value is not None and abs(value) < _LARGEST_COUNT else None
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

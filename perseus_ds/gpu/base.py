@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from perseus_ds.protocol.job_messages import GpuFacts
+
 
 @dataclass(frozen=True)
 class GpuState:
@@ -14,8 +16,8 @@ class GpuState:
     power_state: str | None = None
 
 
-class KnownGpu(Protocol):
-    """Description of a GPU in a training process, which does not call its driver.
+class Gpu(Protocol):
+    """A GPU with a driver that this process calls.
 
     Attributes:
         name: Product name, such as ``NVIDIA A100-SXM4-80GB``. The name of a simulated GPU contains "simulated".
@@ -54,10 +56,6 @@ class KnownGpu(Protocol):
 
     def close(self) -> None:
         """Release the driver. The clock stays as it is."""
-
-
-class Gpu(KnownGpu, Protocol):
-    """A GPU with a driver that this process calls."""
 
     @property
     def has_energy_counter(self) -> bool:
@@ -98,3 +96,14 @@ class Gpu(KnownGpu, Protocol):
     @property
     def state(self) -> GpuState:
         """Current temperature and performance state, if the driver reports them."""
+
+
+def gpu_facts(gpu: Gpu) -> GpuFacts:
+    """Return the facts about a GPU that the server of a job needs."""
+    return GpuFacts(
+        name=gpu.name,
+        driver=gpu.driver,
+        settings=gpu.settings,
+        counter=getattr(gpu, "counter", ""),
+        simulated=gpu.simulated,
+    )

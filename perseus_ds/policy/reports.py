@@ -20,7 +20,7 @@ from perseus_ds.artifacts.profile import Floats
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Span
 from perseus_ds.profiler.estimates import error_of_median
-from perseus_ds.protocol.job_messages import RankReport, Report
+from perseus_ds.protocol.job_messages import ClockStatus, RankReport, Report
 
 # A drift is significant if it exceeds this number of standard errors. Only the excess is reported.
 _SURE = 3.0
@@ -37,15 +37,16 @@ class GpuLimit(NamedTuple):
 def _figures() -> Mapping[str, Callable[[RankReport], Any]]:
     """Return functions that get each figure of a rank's report, by name."""
     of_client = {name: attrgetter(f"report.{name}") for name in Report.__struct_fields__}
-    of_agent = {name: attrgetter(name) for name in RankReport.__struct_fields__ if name != "report"}
-    return of_client | of_agent
+    of_clock = {name: attrgetter(f"status.{name}") for name in ClockStatus.__struct_fields__}
+    of_agent = {name: attrgetter(name) for name in RankReport.__struct_fields__ if name not in ("report", "status")}
+    return of_client | of_clock | of_agent
 
 
 class RankReports:
     """Reports of all ranks about an iteration.
 
-    Each number in :class:`RankReport` and in the :class:`Report` within it is an attribute with the same name: an array
-    of shape (ranks,), which is made when it is needed. Unknown figures are NaN.
+    Each number in :class:`RankReport`, and in the :class:`Report` and the :class:`ClockStatus` within it, is an
+    attribute with the same name: an array of shape (ranks,), which is made when it is needed. Unknown figures are NaN.
 
     Attributes:
         pipeline: Data-parallel pipeline of each rank.

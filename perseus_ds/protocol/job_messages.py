@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -26,33 +26,64 @@ Times: TypeAlias = Literal["none", "ends", "passes", "all"]
 # Before training.
 
 
-class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of a job."""
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a GPU, as its driver reports them before training."""
 
-    pipeline: tuple[int, ...]  # global ranks of its pipeline, first stage first
-    # Global ranks that train the same stages on other data, itself included. None if every pipeline has its own data.
+    name: str = ""  # of the product
+    driver: str | None = None  # its version
+    settings: dict[str, Any] | None = None  # fields of artifacts.profile.GpuSettings, if the driver reports them
+    counter: str = ""  # address of the GPU with the counter that includes its energy; empty if it has its own
+    simulated: bool = False  # its physics is simulated, and all its results are labelled accordingly
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about the training on a rank. An engine sets those that it knows, and Perseus adds the others.
+
+    Attributes:
+        pipeline: Global ranks of its pipeline, first stage first.
+        copies: Global ranks that train the same stages on other data, itself included. None if every pipeline has
+            different data.
+        fingerprint: Changes with any property that affects the times of this rank's instructions.
+        micro_batch_size: Number of samples of a micro-batch, if it is known.
+        steps_per_print: Interval of printed iterations. None for never.
+        steps: Number of finished training steps. None if the engine does not count them.
+        engine: Engine that defines the notation of layouts. None if layers cannot be moved between stages.
+        parts: Parts of the model, by stage of this rank (:func:`~perseus_ds.artifacts.layout.encode_parts`). Empty if
+            unknown.
+        tied: Whether the embedding and the head share a weight.
+        key: Added by Perseus: identifies the order that the job starts with.
+        schedule: Added: operations of this rank in that order, in JSON. Empty in the description of a job.
+        models: Added: classes of the models in this process, the one that trains first. Empty for a user's own loop.
+        versions: Added: versions of packages.
+        has_monitor: Added: whether a monitor receives the figures of every iteration.
+        node: Added: host name, and id of the node's current boot.
+        gpu: Added: the GPU on which the rank computes.
+        clocks_mhz: Added: clocks that can be locked.
+        no_permission: Added: why clocks cannot be set. Empty if they can.
+        calibrates: Added: whether passes must be calibrated to take as long as on the simulated GPU.
+    """
+
+    # Set by the engine.
+    pipeline: tuple[int, ...]
     copies: tuple[int, ...] | None
-    key: int  # of the order that the job starts with
-    schedule: bytes  # of this rank in that order, in JSON; empty in the description of a job
-    fingerprint: str = ""  # changes with any property that affects the times of its instructions
-    models: tuple[str, ...] = ()  # classes of the models in its process, the one that trains first
-    versions: dict[str, str] = {}  # of packages
+    fingerprint: str = ""
     micro_batch_size: int | None = None
-    engine: str | None = None  # defines the notation of layouts; None if layers cannot be moved between stages
-    parts: dict[int, bytes] = {}  # of the model, by stage of this rank, in JSON; empty if unknown
-    tied: bool = False  # the embedding and the head share a weight
-    node: str = ""  # host name, and id of the node's current boot
-    gpu: str = ""  # product name
-    driver: str | None = None
-    settings: bytes = b""  # of the GPU, in JSON; empty if unknown
-    counter: str = ""  # address on its node of the GPU with its energy counter; empty if it shares it with no GPU
-    clocks_mhz: tuple[int, ...] = ()  # that can be locked
-    no_permission: str = ""  # why clocks cannot be set; empty if they can
-    simulated: bool = False
-    calibrates: bool = False  # its passes must be calibrated to take as long as on the simulated GPU
-    steps: int | None = None  # finished training steps; None if the engine does not count them
-    has_monitor: bool = False  # it receives the figures of every iteration
-    steps_per_print: int | None = None  # None to print none
+    steps_per_print: int | None = None
+    steps: int | None = None
+    engine: str | None = None
+    parts: dict[int, bytes] = {}
+    tied: bool = False
+    # Added by Perseus.
+    key: int = 0
+    schedule: bytes = b""
+    models: tuple[str, ...] = ()
+    versions: dict[str, str] = {}
+    has_monitor: bool = False
+    node: str = ""
+    gpu: GpuFacts = GpuFacts()
+    clocks_mhz: tuple[int, ...] = ()
+    no_permission: str = ""
+    calibrates: bool = False
 
 
 class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +260,19 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     is_calibrated: bool = True  # passes take as long as on the simulated GPU
 
 
+class ClockStatus(msgspec.Struct, frozen=True):
+    """Clock changes and readings of a GPU by its agent."""
+
+    changes: int = 0  # number of clock changes, in a report since the one before
+    skips: int = 0  # number of clock changes that were skipped because a later one was due, counted alike
+    asked_mhz: float = math.nan  # requested clock at the last read-back; NaN at default clocks
+    reached_mhz: float = math.nan  # clock at the last read-back
+    limit_w: float = math.inf  # power limit, if it is lower than profiled
+    limit_mhz: float = math.inf  # highest clock that is reached, if it is lower than profiled
+    late_s: float = 0.0  # delay with which the agent follows marks
+    default_mhz: float = 0.0  # clock of the busy GPU without a lock; 0 if unknown
+
+
 class RankReport(msgspec.Struct, tag=True, frozen=True):
     """A rank's report with measurements by its agent."""
 
@@ -236,14 +280,7 @@ class RankReport(msgspec.Struct, tag=True, frozen=True):
     serial: int = -1  # of the :class:`Follow` that the agent applied; -1 if unknown
     begun_s: float = math.nan  # start on the GPU, in the node's monotonic time; NaN if unknown
     energy_j: float = math.nan  # NaN if it cannot be read
-    changes: float = 0.0  # number of clock changes
-    skips: float = 0.0  # number of clock changes that were skipped because a later one was due
-    asked_mhz: float = math.nan  # requested clock at the last read-back; NaN at default clocks
-    reached_mhz: float = math.nan  # clock at the last read-back
-    limit_w: float = math.inf  # power limit, if it is lower than profiled
-    limit_mhz: float = math.inf  # highest clock that is reached, if it is lower than profiled
-    late_s: float = 0.0  # delay with which the agent follows marks
-    default_mhz: float = 0.0  # clock of the busy GPU without a lock; 0 if unknown
+    status: ClockStatus = ClockStatus()  # at the end of the iteration
     has_failed: bool = False  # the rank has fallen back to default clocks
     refreshes: bytes = b""  # time [s] and energy [J] at each refresh since the last report, as doubles
     clocks: bytes = b""  # time [s] and clock [MHz] of each reading of the clock, as doubles

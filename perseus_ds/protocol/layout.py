@@ -13,7 +13,7 @@ import struct
 
 from perseus_ds.errors import GpuError
 
-VERSION = 11
+VERSION = 12
 """Version of the layout and of the messages."""
 POSITIONS = 8192
 """Number of instructions of an iteration that have marks."""

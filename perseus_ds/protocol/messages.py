@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from perseus_ds import errors
 from perseus_ds.errors import GpuBusyError, GpuError, GpuPermissionError
-from perseus_ds.protocol.job_messages import FromClient, ToRank
+from perseus_ds.protocol.job_messages import FromClient, GpuFacts, ToRank
 
 WAKE = b"\0"
 """Packet that requests the agent to read the memory now."""
@@ -62,15 +62,12 @@ class GpuDescription(msgspec.Struct, frozen=True):
     """Description of a GPU by its agent."""
 
     text: str  # its name in messages
-    name: str  # of the product
-    driver: str | None
-    settings: dict[str, Any] | None  # fields of artifacts.profile.GpuSettings, if the driver reports them
+    facts: GpuFacts
     notices: tuple[str, ...]  # settings by an administrator that affect plans, one sentence each
     clocks_mhz: tuple[int, ...]  # SM clocks that can be locked, ascending
     clocks_fault: Fault | None  # why there are no clocks
     permission_fault: Fault | None  # why clocks cannot be set
     is_permission_checked: bool
-    counter: str = ""  # address of the GPU with the counter that includes its energy; empty if it has its own
 
 
 class RequestLease(msgspec.Struct, tag=True, frozen=True):

@@ -53,7 +53,7 @@ def load_frontier(job: Job, path: Path) -> Frontier:
     Raises:
         PerseusError: The file is invalid, or its plans do not fit the schedule, the model or the GPUs of the job.
     """
-    frontier = read_frontier(path, None if job.simulated else job.facts[0].gpu)
+    frontier = read_frontier(path, None if job.simulated else job.facts[0].gpu.name)
     _check_origin(frontier, job, path)
     check_instructions(frontier.instructions, job.schedule.instructions)
     job.check_clocks([clock for plan in frontier.plans for clocks in plan.clocks_mhz for clock in clocks])

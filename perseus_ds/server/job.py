@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from perseus_ds.artifacts.frontier import Frontier
-from perseus_ds.artifacts.layout import Layout, Part
+from perseus_ds.artifacts.layout import Layout, decode_parts
 from perseus_ds.artifacts.profile import GpuSettings, ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_events import Started
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
@@ -91,7 +91,7 @@ class Job:
         places, tensor_parallel = _places_of(ranks)
         schedules = [ScheduleStreams.model_validate_json(each).to_schedule() for each in description.schedules]
         streams = [schedules[number] for number in description.schedule_of]
-        facts = ranks[0]
+        facts, gpu = ranks[0], ranks[0].gpu
         first = facts.pipeline
         schedule = replace(streams[first[0]], ranks=tuple(streams[rank].ranks[0] for rank in first))
         for rank, (own, place) in enumerate(zip(streams, places, strict=True)):
@@ -105,12 +105,12 @@ class Job:
                     f"Rank {rank} begins with another order than rank 0: the value that identifies an order, and its "
                     "repr, must be equal on all ranks."
                 )
-        parts = [_parts_of(ranks[rank]) for rank in first]
+        parts = [decode_parts(ranks[rank].parts) for rank in first]
         info = ProfileInfo(
-            simulated=facts.simulated,
-            gpu=facts.gpu,
-            driver=facts.driver,
-            settings=GpuSettings.model_validate_json(facts.settings) if facts.settings else None,
+            simulated=gpu.simulated,
+            gpu=gpu.name,
+            driver=gpu.driver,
+            settings=None if gpu.settings is None else GpuSettings.model_validate(gpu.settings),
             schedule=schedule.name,
             layout=None if facts.engine is None else Layout.of_ranks(facts.engine, parts, tied=facts.tied),  # type: ignore[arg-type]
             stages=schedule.num_stages,
@@ -143,8 +143,8 @@ class Job:
         seen: set[tuple[str, str]] = set()
         counts = []
         for facts in self.facts:
-            counter = facts.node, facts.counter
-            counts.append(not facts.counter or counter not in seen)
+            counter = facts.node, facts.gpu.counter
+            counts.append(not facts.gpu.counter or counter not in seen)
             seen.add(counter)
         return tuple(counts)
 
@@ -175,7 +175,7 @@ class Job:
         """
         free = [facts for rank, facts in enumerate(self.facts) if rank not in self.fixed_ranks]
         common = set.intersection(*(set(facts.clocks_mhz) for facts in free))
-        return self.config.profile.clocks_among(sorted(common), self.facts[0].gpu)
+        return self.config.profile.clocks_among(sorted(common), self.facts[0].gpu.name)
 
     def check_clocks(self, clocks_mhz: Sequence[int]) -> None:
         """Check that the GPUs of all ranks support clocks.
@@ -187,7 +187,7 @@ class Job:
         for facts in (facts for rank, facts in enumerate(self.facts) if rank not in self.fixed_ranks):
             for clock_mhz in sorted(needed_mhz.difference(facts.clocks_mhz)):
                 raise PlanError(
-                    f"Plan does not fit this GPU: {facts.gpu} lacks {clock_mhz} MHz. Profile on GPUs of this kind."
+                    f"Plan does not fit this GPU: {facts.gpu.name} lacks {clock_mhz} MHz. Profile on GPUs of this kind."
                 )
 
     def fix_slow_ranks(self, say: Callable[[str], None]) -> None:
@@ -242,7 +242,7 @@ class Job:
         """Return the event of the job's start, at which an order with this number was declared."""
         return Started(
             mode=self.config.mode,
-            gpu=self.facts[0].gpu,
+            gpu=self.facts[0].gpu.name,
             frontier=self.config.frontier,
             job=self.key,
             goal=self.config.goal.given(),
@@ -272,7 +272,7 @@ class Job:
 
     def profile_key(self) -> str:
         """Return a key of its profile that depends on passes, GPU settings and measurement."""
-        settings = [json.loads(facts.settings) if facts.settings else None for facts in self.facts]
+        settings = [facts.gpu.settings for facts in self.facts]
         return self._key({"profile": self.config.profile.model_dump(), "settings": settings})
 
     def _key(self, settings: dict[str, object]) -> str:
@@ -326,14 +326,6 @@ class Job:
 
 def _hash(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _parts_of(facts: RankFacts) -> dict[int, list[Part]]:
-    """Return the parts of the model on a rank, by stage."""
-    found = {}
-    for stage, content in facts.parts.items():
-        found[stage] = [Part.model_validate(part) for part in json.loads(content)]
-    return found
 
 
 def _places_of(ranks: Sequence[RankFacts]) -> tuple[tuple[Place, ...], int]:

@@ -255,7 +255,7 @@ class _Measurement:
         self._period_s, self._settle_s = job.counter_period_s(), job.counter_settle_s()
         power_w = baseline.info.blocking_power_w or 0.0
         self._profilers = {rank: OnlineProfiler(power_w) for rank in self._ranks}
-        self._counters = {rank: CounterRefreshes(job.facts[rank].gpu) for rank in self._ranks}
+        self._counters = {rank: CounterRefreshes(job.facts[rank].gpu.name) for rank in self._ranks}
         # Powers that a counter always includes, such as that of a module, differ between ranks.
         self._more_w = {rank: job.blocking_power_of_w(rank) - power_w for rank in self._ranks}
         self._refreshes: Counter[tuple[int, int]] = Counter()

@@ -140,7 +140,7 @@ class JobServer:
             is_quiet=config.log_level == "warning",
         )
         info = self.job.info.model_copy(update={"streams": ScheduleStreams.of(self.job.schedule)})
-        self._timelines = TimelineLog(self.job.output_dir, gpu=first.gpu, job=info, warn=self.recorder.warn)
+        self._timelines = TimelineLog(self.job.output_dir, gpu=first.gpu.name, job=info, warn=self.recorder.warn)
         self.control = JobControl(config.goal, self.job.info.data_parallel or 1, self._status, timebase)
         self.control.record, self.control.announce = self.recorder.event, self.recorder.announce
         self._pipelines = np.array([place.pipeline for place in self.job.places])
@@ -319,7 +319,7 @@ class JobServer:
     def _add_report(self, rank: int, message: RankReport) -> None:
         state, number = self.job.states[rank], message.report.iteration
         self.runs.issued = max(self.runs.issued, message.report.issued)
-        state.late_s, state.default_mhz = message.late_s, message.default_mhz
+        state.late_s, state.default_mhz = message.status.late_s, message.status.default_mhz
         state.memory_bytes = max(state.memory_bytes, message.report.memory_bytes)
         if number <= self._completed:
             return  # a duplicate, or later than a complete one

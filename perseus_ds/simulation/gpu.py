@@ -32,7 +32,8 @@ from pydantic import Field
 from perseus_ds.artifacts.io import open_without_links
 from perseus_ds.artifacts.validation import StrictModel
 from perseus_ds.errors import ConfigError, GpuError, GpuPermissionError
-from perseus_ds.gpu.base import GpuState
+from perseus_ds.gpu.base import GpuState, gpu_facts
+from perseus_ds.protocol.job_messages import GpuFacts
 from perseus_ds.simulation.device_models import COMPUTE_BOUND, DEVICES, WORKLOADS, DeviceModel, Workload
 from perseus_ds.timebase import REAL_TIME, Timebase
 
@@ -470,6 +471,10 @@ class SimulatedGpu:
         )
         made.address = f"simulated:{json.dumps(settings)}"
         return made
+
+    @property
+    def facts(self) -> GpuFacts:
+        return gpu_facts(self)
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         return self.model.clocks_mhz

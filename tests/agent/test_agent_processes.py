@@ -23,6 +23,7 @@ from perseus_ds.agent.gpu_records import left_locked
 from perseus_ds.client import lease as lease_module
 from perseus_ds.client.lease import Lease
 from perseus_ds.errors import GpuError, GpuPermissionError
+from perseus_ds.gpu.base import gpu_facts
 from perseus_ds.gpu.nvml import NvmlGpu
 from perseus_ds.protocol import messages, places
 from perseus_ds.protocol.job_messages import Program
@@ -344,7 +345,8 @@ def test_an_agent_finds_and_describes_the_gpu_of_a_number(stub_of_agents: StubNv
     assert known is not None
     assert known.text == str(NvmlGpu(3))
     assert known.clocks_mhz == NvmlGpu(3).supported_clocks_mhz()
-    assert known.settings == NvmlGpu(3).settings
+    assert known.facts == gpu_facts(NvmlGpu(3))
+    assert known.facts.settings is not None
     assert "its power limit is 300 W of 400 W" in known.notices[0]
     assert known.permission_fault is not None
     with pytest.raises(GpuPermissionError, match="needs root"):

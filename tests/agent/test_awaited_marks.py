@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual.time import VirtualTime
 
-from perseus_ds.agent.actor import ClockStatus
 from perseus_ds.agent.timeline import Timeline
-from perseus_ds.protocol.job_messages import Follow, LatencyTable, Program
+from perseus_ds.protocol.job_messages import ClockStatus, Follow, LatencyTable, Program
 from perseus_ds.protocol.layout import RankMemory
 
 PASS_S = 0.01

@@ -153,7 +153,7 @@ def test_a_report_is_completed_once_the_gpu_has_done_its_iteration(clocks, told,
     assert (report.report.iteration, report.serial, report.has_failed) == (number, 1, False)
     assert report.begun_s == pytest.approx(100.0, abs=0.001)
     assert report.energy_j > 0
-    assert report.changes == 1
+    assert report.status.changes == 1
 
 
 def test_a_report_counts_the_changes_and_skipped_requests_of_its_own_iteration(clocks, told, now, iterate, runs):
@@ -163,9 +163,9 @@ def test_a_report_counts_the_changes_and_skipped_requests_of_its_own_iteration(c
         now.sleep(1.0)
         clocks.send(Report(number, 0, 1, key=5, time_s=3 * pass_s))
     reports = [message for message in told if isinstance(message, RankReport)]
-    assert [report.skips for report in reports] == [2, 0]
+    assert [report.status.skips for report in reports] == [2, 0]
     # The pause between both has a change to the default clock. The clock of the next iteration is set after the report.
-    assert [report.changes for report in reports] == [1, 4]
+    assert [report.status.changes for report in reports] == [1, 4]
 
 
 def test_energy_that_the_driver_reads_late_does_not_count(clocks, agent, gpu, now, iterate):

@@ -1,20 +1,35 @@
 """The facts of a rank that the server of a job receives."""
 
-import pytest
-import torch
+import msgspec
 from pipelines import one_f_one_b
 
-from perseus_ds.client.meeting import EngineFacts, rank_facts
+from perseus_ds.artifacts.layout import Part, decode_parts, encode_parts
+from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.client.meeting import complete
 from perseus_ds.config import parse_block
-from perseus_ds.protocol.job_messages import JobDescription, decode_description, encode
+from perseus_ds.protocol.job_messages import GpuFacts, JobDescription, RankFacts, decode_description, encode
 from perseus_ds.simulation.gpu import SimulatedGpu
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"), [(10, 10), (1e9, 10**9), (float("inf"), None), (float("nan"), None), (10**30, None)]
-)
-def test_an_interval_of_printed_steps_in_any_notation_is_valid(given, expected):
-    facts = EngineFacts(pipeline=(0,), copies=(0,), device=torch.device("cpu"), steps_per_print=given)
-    own = rank_facts(parse_block({}), facts, one_f_one_b(ranks=1, micro_batches=2), SimulatedGpu.named("a100-sxm"))
-    received = decode_description(encode(JobDescription.of(b"{}", (own,))))
-    assert received.ranks[0].steps_per_print == expected
+def test_all_that_an_engine_declares_reaches_the_server_beside_what_perseus_adds():
+    parts = {0: [Part(kind="dense", names=["layer"], parameters=10)], 1: None}
+    declared = RankFacts(
+        pipeline=(1, 0),
+        copies=(0, 2),
+        fingerprint="a model",
+        micro_batch_size=4,
+        steps_per_print=10,
+        steps=70,
+        engine="torch",
+        parts=encode_parts(parts),
+        tied=True,
+        key=7,
+    )
+    schedule, gpu = one_f_one_b(ranks=1, micro_batches=2), SimulatedGpu.named("a100-sxm")
+    description = JobDescription.of(b"{}", [complete(declared, parse_block({}), schedule, gpu)])
+    (received,) = decode_description(encode(description)).ranks
+    assert ScheduleStreams.model_validate_json(description.schedules[0]).to_schedule().ranks == schedule.ranks
+    assert (received.gpu, received.clocks_mhz) == (gpu.facts, gpu.supported_clocks_mhz())
+    added = {"gpu": GpuFacts(), "clocks_mhz": (), "versions": {}, "node": ""}
+    assert msgspec.structs.replace(received, **added) == declared
+    assert decode_parts(received.parts) == {0: parts[0]}, "parts of the second stage are unknown"

@@ -7,7 +7,6 @@ from virtual.agent import clocks_of
 from virtual.gpu import RecordingGpu
 from virtual.time import VirtualTime
 
-from perseus_ds.client.meeting import key_of
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.client.timers import HostExecution
 from perseus_ds.protocol.job_messages import Follow, Observed, OrderNumbers, Program, Say
@@ -37,7 +36,7 @@ def start(monkeypatch):
         schedule = one_f_one_b(ranks=1, micro_batches=1)
         runtime = PerseusRuntime(clocks, HostExecution(now), schedule, monitor=monitor, timebase=now)
         made.append(runtime)
-        clocks._link.agent.receive_from_server(OrderNumbers(((key_of(None), 0),), OTHER_ORDERS))
+        clocks._link.agent.receive_from_server(OrderNumbers(((0, 0),), OTHER_ORDERS))
 
         def send(*messages):
             for message in messages:

@@ -8,7 +8,7 @@ from virtual.job import WorkerAtOnce
 from virtual.time import VirtualTime
 
 from perseus_ds.client import meeting, runtime
-from perseus_ds.client.meeting import rank_facts
+from perseus_ds.client.meeting import complete
 from perseus_ds.client.timers import CudaExecution
 from perseus_ds.protocol.job_messages import JobDescription, encode
 from perseus_ds.protocol.messages import ServerStarted
@@ -24,14 +24,14 @@ def cuda_of_engines(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", cuda.CUDAGraph)
 
-    def meet(config, describe, read, check, opened):
+    def meet(config, training, opened):
         """Does the work of :func:`perseus_ds.client.meeting.meet`, with a server in this process."""
-        facts = opened.facts = describe()
-        opened.schedule, opened.gpu, opened.timers = read(), gpu, CudaExecution(device, cuda, wait_for_event)
-        check(opened.schedule)
+        opened.device, opened.schedule, opened.gpu = training.device(), training.read(), gpu
+        opened.facts = complete(training.facts(), config, opened.schedule, gpu)
+        opened.timers = CudaExecution(device, cuda, wait_for_event)
+        training.check(opened.schedule)
         opened.clocks = clocks_of(gpu, time, cuda, lambda message: (server.receive(0, message), server.tick()))
-        ranks = (rank_facts(config, facts, opened.schedule, gpu),)
-        description = JobDescription.of(config.model_dump_json().encode(), ranks)
+        description = JobDescription.of(config.model_dump_json().encode(), [opened.facts])
         send = lambda rank, message: opened.clocks._link.agent.receive_from_server(message)  # noqa: E731
         server = JobServer(Job.of(description), send, timebase=time, worker=WorkerAtOnce)
         server.start()

@@ -13,13 +13,13 @@ import run_log
 import torch
 import torch.distributed as dist
 
-from perseus_ds.client.meeting import EngineFacts
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.config import parse_block
 from perseus_ds.engines.engine import Engine, attach_to, fingerprint
 from perseus_ds.errors import ConfigError, GpuError, PerseusError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Schedule
+from perseus_ds.protocol.job_messages import RankFacts
 
 pytestmark = pytest.mark.usefixtures("process_group")
 WIDTH = 8
@@ -60,7 +60,10 @@ class TrainerEngine(Engine):
         self.trainer = trainer
 
     def facts(self):
-        return EngineFacts(pipeline=(0,), copies=(0,), device=torch.device("cpu"))
+        return RankFacts(pipeline=(0,), copies=(0,))
+
+    def device(self):
+        return torch.device("cpu")
 
     def read(self):
         passes = [(kind, number) for number in range(self.trainer.micro_batches) for kind in ("forward", "backward")]

@@ -301,7 +301,7 @@ def graph(machine, results):
                     machine.sleep(_PASS_S)
             machine.store(_STORED)
             _wait_for(beside, reports)
-            is_asked = beside in reports and reports[beside].changes > 0
+            is_asked = beside in reports and reports[beside].status.changes > 0
             results.add_fact("a clock was asked for during the capture", is_asked)
 
         captured = machine.captured_alone(body)
@@ -319,7 +319,7 @@ def graph(machine, results):
             clocks.send(Report(number, 1, 0, 0, _POSITIONS * _PASS_S))
             machine.synchronize()
             _wait_for(number, reports)
-            asked.append(reports[number].changes)
+            asked.append(reports[number].status.changes)
             lasts_s += [span.time_s for span in finished.spans()]
         ratio = statistics.median(lasts_s) / _PASS_S
         results.add("clock changes in a replay, median", statistics.median(asked), at_least=_POSITIONS)

@@ -7,13 +7,13 @@ from pipelines import one_f_one_b
 
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import parse_block
-from perseus_ds.protocol.job_messages import JobDescription, RankFacts, encode
+from perseus_ds.protocol.job_messages import GpuFacts, JobDescription, RankFacts, encode
 from perseus_ds.server.process import ServerRequest
 
 TWO_STAGES = one_f_one_b(ranks=2, micro_batches=2)
 KEY = 7
 """Key of the order with which these jobs start."""
-GPU = {"gpu": "simulated", "clocks_mhz": tuple(range(900, 1411, 15)), "simulated": True}
+GPU = {"gpu": GpuFacts(name="simulated", simulated=True), "clocks_mhz": tuple(range(900, 1411, 15))}
 
 
 def described(schedule=TWO_STAGES, *, pipelines=1, of_ranks=(), **block):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from statistics import mean
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from frontiers import save_mixed_plan
 from pipelines import one_f_one_b
@@ -19,7 +20,7 @@ from pydantic import BaseModel
 from virtual.gpu import REFUSALS, RecordingGpu
 from virtual.job import SLOWER, VirtualEngine, VirtualJob
 
-from perseus_ds.artifacts.layout import Part
+from perseus_ds.artifacts.layout import Part, encode_parts
 from perseus_ds.artifacts.profile import ProfileInfo, StageProfile
 from perseus_ds.artifacts.run_events import Ended
 from perseus_ds.artifacts.run_iterations import IterationRecord
@@ -124,7 +125,8 @@ def schedule(micro_batches):
 def described(engine, facts=VirtualEngine.facts):
     stage = engine._rank % 2
     parts = {stage: [Part(kind="dense", names=[str(stage)], parameters=PARAMETERS + stage)]}
-    return replace(facts(engine), micro_batch_size=ROWS, engine="torch", parts=parts)
+    found = facts(engine)
+    return msgspec.structs.replace(found, micro_batch_size=ROWS, engine="torch", parts=encode_parts(parts))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from perseus_ds.artifacts.run_iterations import IterationRecord
 from perseus_ds.artifacts.run_records import read_records
 from perseus_ds.protocol.job_messages import (
     Follow,
+    GpuFacts,
     Joined,
     Left,
     Measured,
@@ -222,8 +223,8 @@ def test_a_rank_that_joins_again_is_told_the_power_limit_of_the_profile(play):
     ids=["own counters", "two dies of a card", "dies of two cards", "cards of two nodes"],
 )
 def test_a_counter_that_two_ranks_share_is_counted_once(tmp_path, counters, nodes, energies_j):
-    facts = [{"counter": counter, "node": node} for counter, node in zip(counters, nodes, strict=True)]
-    job = FakeJob(tmp_path, facts)
+    gpus = [GpuFacts(name="simulated", counter=counter, simulated=True) for counter in counters]
+    job = FakeJob(tmp_path, [{"gpu": gpu, "node": node} for gpu, node in zip(gpus, nodes, strict=True)])
     job.run((1, 2, 3))
     assert job.server.job.gpus_per_rank == sum(energies_j) / 600.0
     iterations = job.end()

@@ -20,7 +20,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.errors import ConfigError, FrontierError, GpuPermissionError, PerseusError, ScheduleError
 from perseus_ds.optimizer.worker import OptimizeWorker
-from perseus_ds.protocol.job_messages import decode_description, encode
+from perseus_ds.protocol.job_messages import GpuFacts, decode_description, encode
 from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
 
@@ -178,9 +178,10 @@ def test_equal_schedules_are_sent_once_and_read_once(monkeypatch):
 
 def keys(*limits_w):
     """Return the keys of a job's profile and of the job, given the power limits of its GPUs."""
-    settings = [{"settings": GpuSettings(power_limit_w=limit_w).model_dump_json().encode()} for limit_w in limits_w]
+    limits = [GpuSettings(power_limit_w=limit_w).model_dump(mode="json") for limit_w in limits_w]
+    gpus = [{"gpu": GpuFacts(name="simulated", settings=settings, simulated=True)} for settings in limits]
     schedule = one_f_one_b(ranks=1, micro_batches=1)
-    job = Job.of(described(schedule, pipelines=len(limits_w), of_ranks=settings))
+    job = Job.of(described(schedule, pipelines=len(limits_w), of_ranks=gpus))
     return job.profile_key(), job.key
 
 

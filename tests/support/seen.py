@@ -9,6 +9,7 @@ from perseus_ds.server.iterations import Run, Seen
 from perseus_ds.server.job import Order
 
 OF_CLIENT = set(msg.Report.__struct_fields__)
+OF_CLOCK = set(msg.ClockStatus.__struct_fields__)
 # Figures as records name them, and as reports do.
 NAMES = {"clock_changes": "changes", "clock_skips": "skips", "failed": "has_failed"}
 
@@ -24,9 +25,11 @@ def messages_of(*fields, number=1, begun_s=0.0, **of_all):
     for rank, field in enumerate(fields):
         given = {"energy_j": 100.0, **{NAMES.get(name, name): value for name, value in field.items()}}
         of_client = {name: value for name, value in given.items() if name in OF_CLIENT}
-        of_agent = {name: value for name, value in given.items() if name not in OF_CLIENT}
+        of_clock = {name: value for name, value in given.items() if name in OF_CLOCK}
+        of_agent = {name: value for name, value in given.items() if name not in OF_CLIENT | OF_CLOCK}
         report = msg.Report(number, 0, 1, 0, **{"time_s": 1.0, **of_all, **of_client})
-        messages.append(msg.RankReport(report, begun_s=begun_s + 0.01 * rank, **of_agent))
+        of_agent |= {"begun_s": begun_s + 0.01 * rank, "status": msg.ClockStatus(**of_clock)}
+        messages.append(msg.RankReport(report, **of_agent))
     return messages
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from perseus_ds.client.meeting import EngineFacts
+from perseus_ds.artifacts.layout import encode_parts
+from perseus_ds.client.meeting import Monitor
 from perseus_ds.client.operations import NOTHING
 from perseus_ds.config import PerseusConfig, misspelt_block, settings_of
 from perseus_ds.engines.deepspeed import NEWEST_DEEPSPEED, deepspeed_version
@@ -27,6 +28,7 @@ from perseus_ds.engines.engine import (
     reported_once,
     require,
     token_ids,
+    whole_number,
 )
 from perseus_ds.engines.hooks import Hooks, Method
 from perseus_ds.engines.layers import parts_of_huggingface, parts_of_pipeline_module
@@ -34,6 +36,7 @@ from perseus_ds.errors import ConfigError, PerseusError
 from perseus_ds.pipeline.commands import RepeatedReader, is_batched, read_stream
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Other, Schedule
+from perseus_ds.protocol.job_messages import RankFacts
 
 logger = logging.getLogger("perseus_ds")
 E = TypeVar("E")
@@ -62,22 +65,27 @@ class DeepSpeedEngine(Engine):
     def model(self) -> str:
         return type(self._engine.module).__name__
 
-    def facts(self) -> EngineFacts:
+    def facts(self) -> RankFacts:
         engine, grid = self._engine, self._engine.grid
         first = next(iter(engine.module.forward_funcs), None)
-        return EngineFacts(
+        return RankFacts(
             pipeline=tuple(grid.pp_group),
             copies=tuple(dist.get_process_group_ranks(grid.get_data_parallel_group())),
-            device=torch.device(engine.device),
             fingerprint=fingerprint([engine.module], engine.module.activation_checkpoint_interval),
-            micro_batch_size=engine.micro_batch_size,
-            monitor=engine.monitor,
-            steps_per_print=engine.steps_per_print(),
+            micro_batch_size=whole_number(engine.micro_batch_size),
+            steps_per_print=whole_number(engine.steps_per_print()),
             steps=engine.global_steps,
             engine="deepspeed" if parts_of_huggingface(getattr(first, "stage", None)) is None else "huggingface",
-            parts={engine.stage_id: parts_of_pipeline_module(engine.module)},
+            parts=encode_parts({engine.stage_id: parts_of_pipeline_module(engine.module)}),
             tied=bool(engine.module.tied_comms),
         )
+
+    def device(self) -> torch.device:
+        return torch.device(self._engine.device)
+
+    def monitor(self) -> Monitor | None:
+        monitor: Monitor | None = self._engine.monitor
+        return monitor if getattr(monitor, "enabled", True) else None
 
     def read(self) -> Schedule:
         name = f"{type(self._schedule).__module__}:{type(self._schedule).__qualname__}"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from perseus_ds.client.meeting import EngineFacts
+from perseus_ds.artifacts.layout import encode_parts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
@@ -35,6 +35,7 @@ from perseus_ds.engines.megatron.order import Backward, Forward, OrderRecorder
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Schedule
+from perseus_ds.protocol.job_messages import RankFacts
 
 logger = logging.getLogger("perseus_ds")
 T = TypeVar("T")
@@ -129,21 +130,17 @@ class MegatronEngine(Engine):
     def model(self) -> str:
         return type(unwrapped(self._model[0])).__name__ if self._model else "a model of Megatron-Core"
 
-    def facts(self) -> EngineFacts:
-        parameters = (parameter for chunk in self._model for parameter in chunk.parameters())
-        device = next((parameter.device for parameter in parameters), None) or self.device()
-        assert device is not None, "a process that trains has chosen its GPU"
+    def facts(self) -> RankFacts:
         stages = range(self._pp_group.rank(), len(self._model) * self._pp_group.size(), self._pp_group.size())
         parts = {stage: parts_of_gpt(chunk) for stage, chunk in zip(stages, self._model, strict=True)}
-        return EngineFacts(
+        return RankFacts(
             pipeline=ranks_of(self._pp_group),
             copies=self._copies(),
-            device=device,
             fingerprint=fingerprint(self._model, self._inputs),
             micro_batch_size=self._micro_batch_size,
             steps=self._steps,
             engine="megatron",
-            parts={stage: found for stage, found in parts.items() if found is not None},
+            parts=encode_parts(parts),
             tied=any(getattr(unwrapped(chunk), "share_embeddings_and_output_weights", False) for chunk in self._model),
         )
 
@@ -169,6 +166,10 @@ class MegatronEngine(Engine):
         return found
 
     def device(self) -> torch.device | None:
+        parameters = (parameter for chunk in self._model for parameter in chunk.parameters())
+        device: torch.device | None = next((parameter.device for parameter in parameters), None)
+        if device is not None:
+            return device
         if not torch.cuda.is_available():
             return torch.device("cpu")
         # Before a script has chosen its GPU, this would be the first one.

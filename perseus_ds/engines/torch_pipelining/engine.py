@@ -20,7 +20,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from perseus_ds.client.meeting import EngineFacts
+from perseus_ds.artifacts.layout import encode_parts
 from perseus_ds.config import PerseusConfig, settings_of
 from perseus_ds.engines.engine import (
     Engine,
@@ -48,6 +48,7 @@ from perseus_ds.engines.torch_pipelining.order import (
 from perseus_ds.errors import ConfigError, ScheduleError, VersionError
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Operation, Other, Schedule
+from perseus_ds.protocol.job_messages import RankFacts
 
 logger = logging.getLogger("perseus_ds")
 S = TypeVar("S")
@@ -181,21 +182,23 @@ class TorchSchedule(Engine):
     def model(self) -> str:
         return type(unwrapped(stages_of(self._schedule)[0].submod)).__name__
 
-    def facts(self) -> EngineFacts:
+    def facts(self) -> RankFacts:
         stages = stages_of(self._schedule)
         parts = {
             stage.stage_index: parts_of_module(stage.submod, is_first=stage.is_first, is_last=stage.is_last)
             for stage in stages
         }
         is_huggingface = parts_of_huggingface(stages[0].submod) is not None
-        return EngineFacts(
+        return RankFacts(
             pipeline=self._pipeline,
             copies=self._data_parallel,
-            device=torch.device(stages[0].device),
             fingerprint=fingerprint([stage.submod for stage in stages], [stage.stage_index for stage in stages]),
             engine="huggingface" if is_huggingface else "torch",
-            parts={stage: found for stage, found in parts.items() if found is not None},
+            parts=encode_parts(parts),
         )
+
+    def device(self) -> torch.device:
+        return torch.device(stages_of(self._schedule)[0].device)
 
     def check_order(self) -> None:
         if self._order_is_known:

@@ -31,7 +31,7 @@ import perseus_ds
 from perseus_ds.client import operations
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.lease import Lease
-from perseus_ds.client.meeting import Opened, meet
+from perseus_ds.client.meeting import Opened, Training, meet
 from perseus_ds.config import parse_block
 from perseus_ds.engines.engine import Session, SessionState
 from perseus_ds.engines.torch_pipelining.engine import NEWEST_TORCH
@@ -468,8 +468,10 @@ def test_a_schedule_that_other_ranks_have_dropped_is_an_error_of_theirs_without_
     train(second)  # as rank 1, on which the first one is still there
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    engine = second.perseus.engine
+    training = Training(facts=engine.facts, device=engine.device, read=engine.read)
     with pytest.raises(GpuError, match="rank 1 still trains a Linear with Perseus"):
-        meet(parse_block(block), second.perseus.engine.facts, second.perseus.engine.read, lambda _: None, Opened())
+        meet(parse_block(block), training, Opened())
 
 
 class NewAction(str, Enum):

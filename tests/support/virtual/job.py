@@ -22,7 +22,7 @@ from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.run_events import PlanJudged
 from perseus_ds.artifacts.run_iterations import IterationRecord
 from perseus_ds.artifacts.run_records import RecordFollower
-from perseus_ds.client.meeting import EngineFacts, measure_counter, measure_gpu, rank_facts
+from perseus_ds.client.meeting import complete, key_of, measure_counter, measure_gpu
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.client.timers import CudaExecution, HostExecution
 from perseus_ds.config import parse_block
@@ -32,7 +32,7 @@ from perseus_ds.optimizer import optimize, with_alternatives
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Wait
 from perseus_ds.policy.commands import parse_command
-from perseus_ds.protocol.job_messages import JobDescription, Joined
+from perseus_ds.protocol.job_messages import JobDescription, Joined, RankFacts
 from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
 from perseus_ds.simulation.device_models import COMPUTE_BOUND, MEMORY_BOUND
@@ -295,7 +295,8 @@ class VirtualJob:
 
     def _facts(self, rank):
         own = replace(self.schedule, name="1f1b", ranks=(self.schedule.ranks[self._place(rank)[1]],))
-        return rank_facts(self._config, self.sessions[rank].engine.facts(), own, self.gpus[rank])
+        facts = self.sessions[rank]._facts(self.schedule.micro_batches)
+        return complete(facts, self._config, own, self.gpus[rank])
 
     def _to_server(self, rank, message):
         self.server.receive(rank, message)
@@ -327,7 +328,7 @@ class VirtualJob:
             clocks,
             self._timers(rank),
             replace(self.schedule, ranks=(self.schedule.ranks[place],)),
-            order=self.schedule.micro_batches,
+            key=key_of(self.schedule.micro_batches),
             is_rank_0=rank == 0,
             timebase=self.time,
         )
@@ -470,13 +471,14 @@ class VirtualEngine(Engine):
     def facts(self):
         pipeline, place = self._job._place(self._rank)
         ranks = len(self._job.schedule.ranks)
-        return EngineFacts(
+        return RankFacts(
             pipeline=tuple(range(pipeline * ranks, (pipeline + 1) * ranks)),
             copies=tuple(range(place, len(self._job.gpus), ranks)),
-            device=torch.device("cpu"),
-            order=self._job.schedule.micro_batches,
             steps=self._steps,
         )
+
+    def device(self):
+        return torch.device("cpu")
 
     def read(self):
         return self._job.read_order(self._rank, self._job.schedule)
