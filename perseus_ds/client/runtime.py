@@ -7,11 +7,9 @@ report of every iteration.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import logging
-import multiprocessing.util
 import os
 import time
 import zlib
@@ -26,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
+from perseus_ds.client.at_exit import AtExit
 from perseus_ds.client.clocks import AgentClocks
 from perseus_ds.client.devices import peak_memory_bytes
 from perseus_ds.client.meeting import Monitor, Opened, Training, key_of, measure_counter, measure_gpu, meet
@@ -119,9 +118,7 @@ class PerseusRuntime:
         # Iterations from which messages about the first order are shown, and whether no measurements are left then.
         self._shown: list[tuple[int, bool]] = []
         self._worked = 0
-        atexit.register(self.close)
-        # Processes that multiprocessing forks end without atexit.
-        self._at_end = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
+        self._at_exit = AtExit(self.close)
 
     @classmethod
     def start(
@@ -343,8 +340,7 @@ class PerseusRuntime:
         if self._closed or os.getpid() != self._process:
             return  # in a forked process, the clock belongs to the parent
         self._closed = True
-        atexit.unregister(self.close)
-        self._at_end.cancel()
+        self._at_exit.cancel()
         try:
             end_s = self._time.now_s() + _LAST_REPORTS_S
             while self._unsent and not self._send_reports() and self._time.now_s() < end_s:

@@ -15,7 +15,6 @@ order. Nothing below this folder depends on a particular engine.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -23,7 +22,6 @@ import gc
 import hashlib
 import json
 import logging
-import multiprocessing.util
 import os
 import sys
 import threading
@@ -42,6 +40,7 @@ import torch.distributed as dist
 
 from perseus_ds.artifacts.plan import check_ranks
 from perseus_ds.client.agreement import agree, store_of_job, withdraw
+from perseus_ds.client.at_exit import AtExit
 from perseus_ds.client.devices import gpu_of
 from perseus_ds.client.meeting import STARTED, Monitor, Training, key_of, local_rank, own_versions
 from perseus_ds.client.operations import NOTHING
@@ -202,8 +201,7 @@ class Session:
         self._is_checked = dist.is_initialized()
         self._ended = threading.Event()
         self._waits_for: _PlannedEngine | None = None
-        self._at_exit = functools.partial(_end_with_process, weakref.ref(self), os.getpid())
-        self._at_end: multiprocessing.util.Finalize | None = None
+        self._at_exit: AtExit | None = None
         weakref.finalize(self, self._graphs.remove).atexit = False
         _SESSIONS.add(self)
 
@@ -412,9 +410,8 @@ class Session:
         self.operation, self.add_tokens = _no_operation, _no_tokens
         self._ended.set()
         self._graphs.remove()
-        atexit.unregister(self._at_exit)
-        if self._at_end is not None:
-            self._at_end.cancel()
+        if self._at_exit is not None:
+            self._at_exit.cancel()
         if self.runtime is not None:
             self.runtime.close()
 
@@ -488,9 +485,7 @@ class Session:
         self.runtime = PerseusRuntime.start(self.config, training)
         self.state = SessionState.BETWEEN
         weakref.finalize(self, self.runtime.close).atexit = False
-        # Both are called before what the runtime has registered.
-        atexit.register(self._at_exit)
-        self._at_end = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=1)
+        self._at_exit = AtExit(functools.partial(_end_with_process, weakref.ref(self)))  # before the runtime's own
         waiting, self._waiting = self._waiting, []
         for action in waiting:
             action(self.runtime)
@@ -536,10 +531,10 @@ def _measured_session() -> Session | None:
     return next((session for session in sessions() if session.runtime is not None), None)
 
 
-def _end_with_process(of: weakref.ref[Session], pid: int) -> None:
+def _end_with_process(of: weakref.ref[Session]) -> None:
     """End the last iteration of a script that ends after its last step."""
     session = of()
-    if session is not None and os.getpid() == pid:  # not in a forked process
+    if session is not None:
         try:
             session.end_iteration()
         finally:
