@@ -21,6 +21,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.config import PerseusConfig
 from perseus_ds.errors import GpuError, PlanError, ProfileError, ScheduleError
 from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.dependencies import check_dependencies
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol.job_messages import JobDescription, LatencyTable, Measured, RankFacts
 
@@ -84,7 +85,8 @@ class Job:
         """Create the job from its description.
 
         Raises:
-            PerseusError: The ranks do not fit together, or the description is invalid.
+            PerseusError: The ranks do not fit together, their schedule cannot be planned, or the description is
+                invalid.
         """
         config = PerseusConfig.model_validate_json(description.config)
         ranks = description.ranks
@@ -94,6 +96,8 @@ class Job:
         facts, gpu = ranks[0], ranks[0].gpu
         first = facts.pipeline
         schedule = replace(streams[first[0]], ranks=tuple(streams[rank].ranks[0] for rank in first))
+        if config.mode != "observe":
+            check_dependencies(schedule)
         for rank, (own, place) in enumerate(zip(streams, places, strict=True)):
             if own.ranks[0] != schedule.ranks[place.pipeline_rank]:
                 raise ScheduleError(

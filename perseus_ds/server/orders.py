@@ -18,6 +18,7 @@ from perseus_ds.artifacts.run_events import OrderPlanned
 from perseus_ds.artifacts.run_savings import NO_ORDER
 from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.errors import PerseusError, ScheduleError
+from perseus_ds.pipeline.dependencies import check_dependencies
 from perseus_ds.pipeline.schedule import Schedule
 from perseus_ds.protocol import job_messages as msg
 from perseus_ds.protocol.layout import OTHER_ORDERS
@@ -111,13 +112,14 @@ class Orders:
             own = found[rank] = ScheduleStreams.model_validate_json(content).to_schedule()
             if len(found) < self._job.world_size:
                 return None
+            schedule = replace(own, ranks=tuple(found[each].ranks[0] for each in self._job.shown))
+            check_dependencies(schedule)
             number = self._number_of(message.key)
         except (PerseusError, ValueError, zlib.error) as error:
             self._requested.pop(message.key)
             self._refused.add(message.key)
             self._recorder.announce(OrderPlanned(order=NO_ORDER, given_up=str(error).rstrip(".")))
             return None
-        schedule = replace(own, ranks=tuple(found[each].ranks[0] for each in self._job.shown))
         order = Order(number, self._job.of_order(number, schedule))
         del self._requested[message.key]
         self._known[message.key] = order

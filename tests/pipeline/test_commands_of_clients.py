@@ -10,6 +10,7 @@ from perseus_ds.errors import ConfigError
 from perseus_ds.pipeline import commands
 from perseus_ds.pipeline.commands import CommandReader, RepeatedReader, read_schedule, register_command
 from perseus_ds.pipeline.dag import Dag, FixedDurations
+from perseus_ds.pipeline.dependencies import check_dependencies
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Other
 
@@ -67,6 +68,7 @@ def test_a_split_backward_is_two_kinds_of_the_same_micro_batches():
         assert by_kind[Kind.BACKWARD] == [2]
         assert len(set(instructions)) == len(instructions)
         assert {i.stage for i in instructions} == {stage}
+    check_dependencies(schedule)
 
 
 def test_a_command_that_is_not_known_has_a_fixed_duration_and_is_kept_in_files():

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from perseus_ds.artifacts.schedule_streams import ScheduleStreams
 from perseus_ds.client.runtime import PerseusRuntime
 from perseus_ds.errors import ConfigError, FrontierError, GpuPermissionError, PerseusError, ScheduleError
 from perseus_ds.optimizer.worker import OptimizeWorker
+from perseus_ds.pipeline.schedule import Compute
 from perseus_ds.protocol.job_messages import GpuFacts, decode_description, encode
 from perseus_ds.server.job import Job
 from perseus_ds.server.server import JobServer
@@ -174,6 +176,14 @@ def test_equal_schedules_are_sent_once_and_read_once(monkeypatch):
     assert len(read) == 2
     assert job.schedule.ranks == TWO_STAGES.ranks
     assert job.world_size == 200
+
+
+def test_stages_that_do_not_wait_for_each_other_are_an_error_before_training_unless_it_is_only_observed():
+    passes = tuple(tuple(own for own in stream if isinstance(own, Compute)) for stream in TWO_STAGES.ranks)
+    independent = replace(TWO_STAGES, ranks=passes)
+    with pytest.raises(ScheduleError, match="backward of micro-batch 0 on stage 0 on rank 0 can begin before"):
+        Job.of(described(independent, mode="auto"))
+    assert Job.of(described(independent, mode="observe")).schedule.ranks == passes
 
 
 def keys(*limits_w):

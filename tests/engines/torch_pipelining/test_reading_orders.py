@@ -16,6 +16,7 @@ from perseus_ds.cli.inputs import schedule_for
 from perseus_ds.engines.torch_pipelining.order import _Stage, await_receives, read_class, read_order
 from perseus_ds.errors import ScheduleError
 from perseus_ds.pipeline.dag import Dag
+from perseus_ds.pipeline.dependencies import check_dependencies
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
 
@@ -45,6 +46,7 @@ def test_each_stage_computes_each_micro_batch_once_on_one_rank_and_nothing_deadl
         # The first stage's input needs no gradient, so torch computes everything in the second part.
         assert kinds[Kind.BACKWARD_INPUT] == (kinds[Kind.BACKWARD_WEIGHT] if stage > 0 else 0)
         assert kinds[Kind.BACKWARD] + kinds[Kind.BACKWARD_WEIGHT] == micro_batches
+    check_dependencies(schedule)
     assert sum(len(nodes) for nodes in Dag.build(schedule).compute_nodes) == sum(counts.values())
     assert ScheduleStreams.model_validate_json(ScheduleStreams.of(schedule).model_dump_json()).to_schedule() == schedule
 
@@ -66,7 +68,7 @@ def test_the_order_is_that_of_the_schedule_itself_with_its_communication(name, r
         assert list(written(stream)) == theirs
         if limit is not None:
             assert most_outstanding(stream) <= limit
-    Dag.build(executed)
+    check_dependencies(executed)
 
 
 def multi_stage(name, rank, ranks, micro_batches, limit=None):
