@@ -13,6 +13,7 @@ import torch.distributed as dist
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+from perseus_ds.client.agreement import store_of_job
 from perseus_ds.errors import ConfigError
 from perseus_ds.protocol import places
 
@@ -82,11 +83,12 @@ def _first_of_node(what: str) -> Iterator[bool]:
     """Yield whether this process is the first one of its node to read something. Others wait until that one has it.
 
     They then read its copy, so that the hub gets one request of each node. If it fails, they are first ones too.
+    This is no agreement of all ranks: only those that read take part, for as long as a download takes.
     """
     if not dist.is_initialized():
         yield True
         return
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = store_of_job()
     key = f"perseus/hub/{socket.gethostname()} {places.boot_id()}/{what}"
     if store.add(f"{key}/begun", 1) > 1:
         # Not store.wait, which would keep other threads from the store.
