@@ -7,9 +7,11 @@ code does not reach the user's: the method is called as without Perseus, or its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Method = Callable[..., Any]
 
 
@@ -60,6 +62,30 @@ class Hooks:
                 return None
 
         return guarded
+
+    def each_within(
+        self, items: Iterable[T], context_of: Callable[[T], AbstractContextManager[None] | None]
+    ) -> Iterator[T]:
+        """Yield items that others process, each within its own context until the next one is taken.
+
+        ``context_of`` returns the context of an item, or None. After an error or the removal, there is none.
+        """
+        for item in items:
+            context = None
+            if not self._removed:
+                try:
+                    context = context_of(item)
+                    if context is not None:
+                        context.__enter__()
+                except Exception as error:
+                    context = None
+                    self._on_error(error)
+            yield item
+            if context is not None:
+                try:
+                    context.__exit__(None, None, None)
+                except Exception as error:
+                    self._on_error(error)
 
     def remove(self) -> None:
         """Restore the objects. A hook that was installed over one of ours stays."""

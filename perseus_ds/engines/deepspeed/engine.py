@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import deepspeed
@@ -147,7 +148,8 @@ class DeepSpeedEngine(Engine):
         try:
             with self._session.iteration(order, samples):
                 steps = pipe_schedule.steps  # nothing in the engine's execution of commands is replaced
-                pipe_schedule.steps = lambda: (_Step(step, self._surrounded) for step in steps())
+                surround = partial(self._hooks.each_within, context_of=self._context_of)
+                pipe_schedule.steps = lambda: (_Step(step, surround) for step in steps())
                 return method(pipe_schedule, *args, **kwargs)
         finally:
             vars(pipe_schedule).pop("steps", None)
@@ -180,17 +182,8 @@ class DeepSpeedEngine(Engine):
         self._schedule = None
         self._session.end_iteration()
 
-    def _surrounded(self, commands: Iterable[Any]) -> Iterator[Any]:
-        """Yield the commands of a step, each surrounded from when the engine takes it until it takes the next one."""
-        begin, end = self._hooks.guarded(self._begin), self._hooks.guarded(_end)
-        for command in commands:
-            around = begin(command)
-            yield command
-            if around is not None:
-                end(around)
-
-    def _begin(self, command: Any) -> AbstractContextManager[None] | None:
-        """Enter and return the context of a command that the engine is about to execute. None if there is none."""
+    def _context_of(self, command: Any) -> AbstractContextManager[None] | None:
+        """Return the context of a command that the engine is about to execute. None if there is none."""
         operations = self._reader.read(command)
         if not operations:
             return None
@@ -201,10 +194,7 @@ class DeepSpeedEngine(Engine):
                 self._session.add_tokens(token_ids(inputs))
             shapes = tuple([tensor.shape for tensor in inputs])
         around = self._session.operation(operation, shapes)
-        if around is NOTHING:
-            return None
-        around.__enter__()
-        return around
+        return None if around is NOTHING else around
 
     def _inputs_of(self, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return the tensors that a command reads. Empty if the engine stores them in an unknown way."""
@@ -222,18 +212,14 @@ def _commands_of(pipe_schedule: Any) -> list[Any]:
 
 
 class _Step(list[Any]):
-    """The commands of one step, at which an engine may look before it executes them."""
+    """The commands of one step, at which an engine may look before it executes them, each in its context."""
 
-    def __init__(self, commands: Iterable[Any], surrounded: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
+    def __init__(self, commands: Iterable[Any], surround: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
         super().__init__(commands)
-        self._surrounded = surrounded
+        self._surround = surround
 
     def __iter__(self) -> Iterator[Any]:
-        return self._surrounded(super().__iter__())
-
-
-def _end(around: AbstractContextManager[None]) -> None:
-    around.__exit__(None, None, None)
+        return self._surround(super().__iter__())
 
 
 def attach(engine: E, block: Mapping[str, Any] | None = None) -> E:
