@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import run_log
 from frontiers import save_random_plan, save_true_frontier
-from job import QUICK_PROFILE, block_in, launch, run, run_script
+from job import QUICK_PROFILE, block_in, run, run_script, start
 
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -74,12 +74,13 @@ def test_losses_and_weights_are_bit_identical_after_profiling(tmp_path, plain_ru
 
 @pytest.mark.extended
 def test_an_error_of_the_start_is_printed_once_and_again_in_the_launchers_summary(tmp_path):
-    finished = launch(tmp_path / "job", ranks=2, perseus={"mode": "run", "frontier": "nowhere"})
-    assert finished.returncode != 0
+    process = start(tmp_path / "job", ranks=2, perseus={"mode": "run", "frontier": "nowhere"})
+    output, _ = process.communicate(timeout=run_log.JOB_GIVE_UP_S)
+    assert process.returncode != 0
     message = 'perseus_ds.errors.ConfigError: "frontier": nowhere does not exist on rank 0\'s node.'
-    of_ranks, _, of_launcher = finished.output.partition("ChildFailedError")
+    of_ranks, _, of_launcher = output.partition("ChildFailedError")
     assert of_ranks.count(message) == of_launcher.count(message) == 1
-    assert 'pipeline_job.py", line' not in finished.output  # no traceback of a rank
+    assert 'pipeline_job.py", line' not in output  # no traceback of a rank
 
 
 BY_HAND = Path(__file__).with_name("handwritten_loop.py")

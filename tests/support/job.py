@@ -69,7 +69,8 @@ class Running:
 
     def wait_for(self, condition: Callable[[list[Record]], Any]) -> Any:
         """Wait until the job's records meet a condition, and return the condition's result."""
-        return run_log.wait_for(self.folder / "perseus", condition)
+        folder = self.folder / "perseus"
+        return run_log.wait_until(lambda: condition(run_log.records(folder)), f"in {folder / 'run.jsonl'}")
 
 
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
@@ -100,17 +101,6 @@ def start(
         cwd=folder,
         env={**os.environ, **_environment(folder), **(environment or {})},
     )
-
-
-def finish(process: subprocess.Popen[str], folder: Path) -> Finished:
-    """Wait until a started job ends."""
-    output, _ = process.communicate(timeout=run_log.JOB_GIVE_UP_S)
-    return Finished(folder, process.returncode, output)
-
-
-def launch(folder: Path, ranks: int, environment: dict[str, str] | None = None, **job: Any) -> Finished:
-    """Run a job to its end with torchrun."""
-    return finish(start(folder, ranks, environment, **job), folder)
 
 
 def run(

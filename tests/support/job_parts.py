@@ -88,11 +88,11 @@ def steps_of(job: dict[str, Any], session: Any) -> Iterator[int]:
     """Yield numbers of steps, until a number of them were in the job's last phase or the job is over."""
     last_phase, left = job.get("until", (None, 0))
     for number in range(job["steps"]):
+        yield number
         if last_phase is not None:
             left -= of_rank_0(session.phase == last_phase)
-        yield number
-        if last_phase is not None and left == 0:
-            return
+            if left == 0:
+                return
 
 
 def train_steps(
@@ -111,9 +111,9 @@ def train_steps(
     """
     report: dict[str, Any] = {"losses": [], "weights": [], "random_after": [], "phases": []}
     for number in steps_of(job, session):
+        report["losses"] += train(number)
         if session is not None:
             report["phases"].append(session.phase)
-        report["losses"] += train(number)
         report["weights"].append(hash_of(*(module.named_parameters() for module in modules)))
         report["random_after"].append(next_random_number())
     return report

@@ -51,7 +51,7 @@ class Layer(nn.Module):
         return nn.functional.dropout(self.norm(self.linear(hidden)), 0.1, self.training)
 
 
-def module(layers: int = 2, layer: type[nn.Module] = Layer, **arguments: Any) -> PipelineModule:
+def module(layers: int = 2, **arguments: Any) -> PipelineModule:
     """Return a pipeline of one stage."""
     arguments = {"loss_fn": nn.MSELoss(), "partition_method": "uniform", "num_stages": 1, **arguments}
-    return PipelineModule(layers=[LayerSpec(layer) for _ in range(layers)], **arguments)
+    return PipelineModule(layers=[LayerSpec(Layer) for _ in range(layers)], **arguments)

@@ -24,7 +24,7 @@ import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_parts import WIDTH, batches, config, hash_of, leave_out_shared_memory, of_rank_0
+from job_parts import WIDTH, Block, batches, config, hash_of, leave_out_shared_memory, of_rank_0, steps_of
 from torch import nn
 
 import perseus_ds
@@ -32,19 +32,15 @@ import perseus_ds
 leave_out_shared_memory()
 
 
-class Block(nn.Module):
-    """A layer with dropout and batch statistics, which a careless profiler would change."""
+class NormedBlock(Block):
+    """Has batch statistics, too, which a careless profiler would change."""
 
     def __init__(self, repeat: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(repeat))
+        super().__init__(repeat)
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
-        return self.dropout(self.norm(hidden))
+        return self.norm(super().forward(hidden))
 
 
 class HalfPrecisionCpu(CPU_Accelerator):
@@ -56,7 +52,7 @@ class HalfPrecisionCpu(CPU_Accelerator):
 
 def pipeline_module(job: dict) -> PipelineModule:
     common = {
-        "layers": [LayerSpec(Block, repeat) for repeat in job["work"]],
+        "layers": [LayerSpec(NormedBlock, repeat) for repeat in job["work"]],
         "num_stages": job["stages"],
         "loss_fn": nn.MSELoss(),
         "partition_method": "uniform",
@@ -128,14 +124,14 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
     """Train until the job's last step, phase or stop, and return the report."""
     losses: list[float] = []
     resources: list[dict[str, int]] = []
-    last_phase, left_in_phase = job.get("until", (None, 0))
     if "goal" in job:
         engine.perseus.set_goal(job["goal"])
     first = resume(engine, module, data, job)
     rank = torch.distributed.get_rank()
     seeded = bool({"save_at_end", "resume_from", "followed"} & job.keys())
     slow = SlowPipeline(engine, job["slow_pipeline"], folder / "slow") if "slow_pipeline" in job else None
-    for step in range(first, first + job["steps"]):
+    for number in steps_of(job, getattr(engine, "perseus", None)):
+        step = first + number
         if seeded:
             torch.manual_seed(step)
         if slow:
@@ -143,11 +139,9 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
         change_batch(engine, job, step)
         losses.append(float(engine.train_batch(data)))
         follow(engine, job, folder, step, losses[-1])
-        if last_phase is not None:
-            left_in_phase -= of_rank_0(engine.perseus.phase == last_phase)
-        stop = of_rank_0((folder / "stop").exists()) or (last_phase is not None and left_in_phase == 0)
-        save(engine, job, folder, step, is_last=stop or step == first + job["steps"] - 1)
-        if stop:
+        if "keep_every" in job and (step + 1) % job["keep_every"] == 0:
+            engine.save_checkpoint(job["resume_from"])
+        if of_rank_0((folder / "stop").exists()):
             break
         if step == job.get("evaluate_after"):
             losses.append(float(engine.eval_batch(batches(3))))
@@ -155,6 +149,8 @@ def train(engine, module, data, job: dict, folder: Path) -> dict:
             resources.append(resources_of(engine))
         if "end_by" in job and of_rank_0((folder / "end").exists()):
             end(job["end_by"], rank)
+    if job.get("save_at_end"):
+        engine.save_checkpoint(str(folder / "checkpoint"))
     return {"losses": losses, "resources": resources}
 
 
@@ -190,14 +186,6 @@ def resources_of(engine) -> dict[str, int]:
         "threads": process.num_threads(),
         "handles": process.num_fds(),
     }
-
-
-def save(engine, job: dict, folder: Path, step: int, *, is_last: bool) -> None:
-    """Save a checkpoint if the job requires one after this step."""
-    if job.get("save_at_end") and is_last:
-        engine.save_checkpoint(str(folder / "checkpoint"))
-    if "keep_every" in job and (step + 1) % job["keep_every"] == 0:
-        engine.save_checkpoint(job["resume_from"])
 
 
 def resume(engine, module, data, job: dict) -> int:

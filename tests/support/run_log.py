@@ -45,8 +45,3 @@ def wait_until(condition: Callable[[], Any], what: str, within_s: float = GIVE_U
         assert time.monotonic() < end_s, f"it did not happen within {within_s:g} s: {what}"
         time.sleep(0.05)
     return so
-
-
-def wait_for(folder: Path, condition: Callable[[list[Record]], Any]) -> Any:
-    """Wait until the records of a running job meet a condition, and return its result."""
-    return wait_until(lambda: condition(records(folder)), f"in {folder / 'run.jsonl'}")
