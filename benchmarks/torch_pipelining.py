@@ -23,35 +23,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.distributed.pipelining.schedules import get_schedule_class
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "support")]
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS / "support")]
 
 from frontiers import save_mixed_plan  # type: ignore[import-not-found]  # noqa: E402
 from job import run_jobs  # type: ignore[import-not-found]  # noqa: E402
+from pipelines import STAGES_PER_RANK, of_torch  # type: ignore[import-not-found]  # noqa: E402
 from profiles import stage_profile  # type: ignore[import-not-found]  # noqa: E402
 from run_log import iterations, records  # type: ignore[import-not-found]  # noqa: E402
-from schedule_job import STAGES_PER_RANK  # type: ignore[import-not-found]  # noqa: E402
-from schedule_job import __file__ as script  # noqa: E402
 
 from perseus_ds.artifacts.profile import StageProfile  # noqa: E402
-from perseus_ds.engines.torch_pipelining.order import read_class  # noqa: E402
 from perseus_ds.optimizer import optimize  # noqa: E402
 from perseus_ds.pipeline.instruction import Kind  # noqa: E402
-from perseus_ds.pipeline.schedule import Schedule  # noqa: E402
 
+SCHEDULE_JOB = TESTS / "integration" / "schedule_job.py"
 SIMULATED = {"longest_instruction_s": 0.1, "counter_period_s": 0.02, "lock_latency_s": 0.002}
 MEASURED = {"min_clock_mhz": 900, "sampling": "stride", "clock_stride": 8, "warm_up": 5}
 MICRO_BATCHES = 6
 A100_BLOCKING_POWER_W = 83.64
 LATER = 100_000
-
-
-def order_of(name: str, ranks: int, micro_batches: int) -> Schedule:
-    """Return the operations of a schedule."""
-    return read_class(
-        get_schedule_class(name), ranks=ranks, stages_per_rank=STAGES_PER_RANK[name], micro_batches=micro_batches
-    )
 
 
 def prediction(name: str, folder: Path) -> dict[str, float]:
@@ -62,12 +53,12 @@ def prediction(name: str, folder: Path) -> dict[str, float]:
         job["perseus"] = {**block, **job["perseus"]}
         work = [4, 2, 1, 3] if STAGES_PER_RANK[name] == 2 else [4, 2]
         job = {"schedule": name, "micro_batches": MICRO_BATCHES, "work": work, **job}
-        run_jobs(folder / f"{mode} job", 2, script, {mode: job})
+        run_jobs(folder / f"{mode} job", 2, SCHEDULE_JOB, {mode: job})
         return iterations(records(folder / mode), "run")  # type: ignore[no-any-return]
 
     train("profile", steps=LATER, until=["observe", 1], perseus={"profile": MEASURED})
     profile = StageProfile.load(folder / "profile")
-    plan = save_mixed_plan(folder / "frontier", order_of(name, 2, MICRO_BATCHES), profile)
+    plan = save_mixed_plan(folder / "frontier", of_torch(name, 2, MICRO_BATCHES), profile)
     ran = train("run", steps=14, perseus={"frontier": str(folder / "frontier")})
     time_s, energy_j = (statistics.median(r[key] for r in ran) for key in ("time_s", "energy_j"))
     return {"time": plan.time_s / time_s - 1, "energy": plan.energy_j / energy_j - 1}
@@ -75,7 +66,7 @@ def prediction(name: str, folder: Path) -> dict[str, float]:
 
 def gap(name: str, micro_batches: int) -> dict[str, float]:
     """Return the mean and the largest gap of plans to their lower bounds, as fractions."""
-    order = order_of(name, 4, micro_batches)
+    order = of_torch(name, 4, micro_batches)
     profile = cut(StageProfile.load(stage_profile("a100-sxm")), STAGES_PER_RANK[name])
     frontier = optimize(order, profile, blocking_power_w=A100_BLOCKING_POWER_W)
     gaps = np.array([plan.gap for plan in frontier.plans])

@@ -6,16 +6,16 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 from frontiers import save_random_plan
 from job import assert_untouched, block_in, in_modes, run_jobs, run_script
+from packaging.version import Version
+from pipelines import STAGES_PER_RANK, of_torch
 from run_log import iterations, records
-from schedule_job import JOBS, STAGES_PER_RANK
 from schedule_job import __file__ as script
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.artifacts.timeline import TimelineFile
-from perseus_ds.engines.torch_pipelining.order import read_class
 from perseus_ds.pipeline.instruction import Instruction, Kind
 
 pytestmark = pytest.mark.integration
@@ -23,12 +23,36 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_pipelining" / "train.p
 MICRO_BATCHES = 4
 # If two stages of a rank follow each other, eval() of torch 2.13 itself fails.
 WITHOUT_EVAL = ("ZBVZeroBubble", "DualPipeV")
-
-
-def order_of(name):
-    return read_class(
-        get_schedule_class(name), ranks=2, stages_per_rank=STAGES_PER_RANK[name], micro_batches=MICRO_BATCHES
-    )
+# Jobs with features of newer versions of torch.
+SINCE = {
+    "2.13": {
+        "FSDP, 1F1B": {"schedule": "1F1B", "fsdp": True},
+        "FSDP, interleaved": {"schedule": "Interleaved1F1B", "fsdp": True},
+    },
+    "2.14.1": {
+        "split by the caller, 1F1B": {"schedule": "1F1B", "split": True},
+        "split by the caller, interleaved": {"schedule": "Interleaved1F1B", "split": True},
+    },
+    "2.15": {
+        "one send outstanding": {"schedule": "Interleaved1F1B", "runtime": {"max_outstanding_sends": 1}},
+        "FSDP, gathered ahead": {
+            "schedule": "InterleavedZeroBubble",
+            "fsdp": True,
+            "runtime": {"unshard_lookahead": "auto", "max_active_stages": 2},
+        },
+        "FSDP, reduction awaited later": {
+            "schedule": "Interleaved1F1B",
+            "fsdp": True,
+            "runtime": {"defer_reduce_grad_wait": True},
+        },
+        "FSDP, gradients of two calls": {"schedule": "Interleaved1F1B", "fsdp": True, "calls_per_step": 2},
+    },
+}
+JOBS = {}
+"""Those of them that the installed version can train, by name."""
+for version, jobs in SINCE.items():
+    if Version(version) <= Version(torch.__version__):
+        JOBS |= jobs
 
 
 def train_in(folder, name, modes):
@@ -36,7 +60,7 @@ def train_in(folder, name, modes):
     job = {"schedule": name, "micro_batches": MICRO_BATCHES}
     if name not in WITHOUT_EVAL:
         job["evaluate_after"] = 2
-    plan = save_random_plan(folder / "frontier", order_of(name))
+    plan = save_random_plan(folder / "frontier", of_torch(name, 2, MICRO_BATCHES))
     for of_rank in run_jobs(folder, 2, script, in_modes(folder, modes, folder / "frontier", **job)):
         assert_untouched(of_rank)
     assert_kept(folder / "run", plan)
@@ -50,7 +74,7 @@ def test_plans_leave_losses_weights_and_random_numbers_as_they_are(tmp_path):
 @pytest.mark.parametrize("name", STAGES_PER_RANK)
 def test_losses_weights_and_random_numbers_are_the_same_while_profiled_and_under_a_plan(tmp_path, name):
     train_in(tmp_path, name, ["run", "auto"])
-    order = order_of(name)
+    order = of_torch(name, 2, MICRO_BATCHES)
     kinds = {(i.stage, i.kind) for stream in order.instructions for i in stream if i.kind is not Kind.TAIL}
     profile = StageProfile.load(tmp_path / "auto")
     assert kinds <= set(profile.keys)

@@ -15,6 +15,17 @@ from perseus_ds.pipeline.commands import read_schedule
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
 
+STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "LoopedBFS": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+"""Torch's schedules, and the number of stages that the tests place on each rank."""
+
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
     return read_schedule(TrainSchedule, ranks=ranks, micro_batches=micro_batches)
@@ -23,6 +34,12 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 def interleaved(ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
     schedule_class = get_schedule_class("Interleaved1F1B")
     return read_class(schedule_class, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
+
+
+def of_torch(name: str, ranks: int, micro_batches: int) -> Schedule:
+    """Return the operations of one of torch's schedules."""
+    schedule_class = get_schedule_class(name)
+    return read_class(schedule_class, ranks=ranks, stages_per_rank=STAGES_PER_RANK[name], micro_batches=micro_batches)
 
 
 def dual_pipe_v(ranks: int, micro_batches: int) -> Schedule:

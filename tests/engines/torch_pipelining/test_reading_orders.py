@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from schedule_job import STAGES_PER_RANK, with_options
+from pipelines import STAGES_PER_RANK, of_torch
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 from virtual.job import predicted_over_used
@@ -23,16 +23,10 @@ from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Other, Wait
 SHAPES = [(1, 4), (2, 4), (4, 8)]
 
 
-def order_of(name, ranks, micro_batches):
-    return read_class(
-        get_schedule_class(name), ranks=ranks, stages_per_rank=STAGES_PER_RANK[name], micro_batches=micro_batches
-    )
-
-
 @pytest.mark.parametrize("name", STAGES_PER_RANK)
 @pytest.mark.parametrize(("ranks", "micro_batches"), SHAPES)
 def test_each_stage_computes_each_micro_batch_once_on_one_rank_and_nothing_deadlocks(name, ranks, micro_batches):
-    schedule = order_of(name, ranks, micro_batches)
+    schedule = of_torch(name, ranks, micro_batches)
     rank_of = {i.stage: rank for rank, stream in enumerate(schedule.instructions) for i in stream}
     counts = Counter(i for stream in schedule.instructions for i in stream)
     assert set(counts.values()) == {1}
@@ -138,7 +132,7 @@ PREDICTED = [(name, None) for name in STAGES_PER_RANK] + [
     ],
 )
 def test_a_profile_predicts_what_plans_of_the_order_take(tmp_path, name, limit):
-    order = order_of(name, 2, 4) if STAGES_PER_RANK[name] == 1 else read_order(multi_stage(name, 0, 2, 4, limit))
+    order = of_torch(name, 2, 4) if STAGES_PER_RANK[name] == 1 else read_order(multi_stage(name, 0, 2, 4, limit))
     stages_s = [0.02 + 0.004 * stage for stage in range(order.num_stages)]
     time, energy = predicted_over_used(tmp_path, order, stages_s)
     assert abs(time) < 0.005
@@ -146,9 +140,9 @@ def test_a_profile_predicts_what_plans_of_the_order_take(tmp_path, name, limit):
 
 
 def test_1f1b_waits_for_what_it_sends_before_the_next_pass_and_gpipe_only_when_all_forwards_are_done():
-    first = order_of("1F1B", 2, 3).ranks[0]
+    first = of_torch("1F1B", 2, 3).ranks[0]
     assert [type(operation) for operation in first[:5]] == [Compute, Launch, Compute, Wait, Exchange]
-    first = order_of("GPipe", 2, 3).ranks[0]
+    first = of_torch("GPipe", 2, 3).ranks[0]
     assert [type(operation) for operation in first[:7]] == [Compute, Launch] * 3 + [Wait]
     assert len(first[6].transfers) == 3
 
@@ -163,13 +157,13 @@ def sharded(make):
     def made(stages, micro_batches, loss_fn):
         for stage in stages:
             stage.submod = Sharded()
-        return make(stages, micro_batches, loss_fn)
+        return make(stages, micro_batches, loss_fn=loss_fn)
 
     return made
 
 
 def test_gradients_that_fsdp_reduces_are_measured_by_themselves_however_torch_spells_it(tmp_path):
-    order = read_class(sharded(with_options("Interleaved1F1B")), ranks=1, stages_per_rank=2, micro_batches=4)
+    order = read_class(sharded(get_schedule_class("Interleaved1F1B")), ranks=1, stages_per_rank=2, micro_batches=4)
     commands = [operation.command for operation in order.ranks[0] if isinstance(operation, Other)]
     of_stage = ["perform_reduce_grad"]
     if WAITS_ARE_ACTIONS:
@@ -207,12 +201,12 @@ def test_an_order_that_cannot_be_read_is_an_error_that_says_why(
 
 
 def test_commands_read_the_order_that_a_profile_was_measured_with():
-    measured = order_of("ZBVZeroBubble", 2, 4)
+    measured = of_torch("ZBVZeroBubble", 2, 4)
     info = ProfileInfo(schedule=measured.name, stages=4, pipeline_ranks=2, micro_batches=4)
     rows = [Measurement(stage, Kind.FORWARD, 1410, 1.0, 1.0) for stage in range(4)]
     profile = StageProfile(rows, info)
     assert schedule_for(profile, schedule=None, stages=None, micro_batches=None) == measured
-    assert schedule_for(profile, schedule=None, stages=None, micro_batches=8) == order_of("ZBVZeroBubble", 2, 8)
+    assert schedule_for(profile, schedule=None, stages=None, micro_batches=8) == of_torch("ZBVZeroBubble", 2, 8)
 
 
 def test_a_custom_function_does_not_wait_again_for_a_receive():

@@ -7,13 +7,11 @@ after each step, the phases, and which changes by Perseus are left at the end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from job_parts import WIDTH, Block, next_random_number, train_jobs, train_steps
-from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -23,60 +21,6 @@ import perseus_ds
 from perseus_ds.engines.torch_pipelining.order import read_class
 
 ROWS = 4
-STAGES_PER_RANK = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "LoopedBFS": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
-"""Torch's schedules, and the number of stages that the tests place on each rank."""
-
-TORCH = Version(torch.__version__)
-_SINCE: dict[str, dict[str, dict[str, Any]]] = {
-    "2.13": {
-        "FSDP, 1F1B": {"schedule": "1F1B", "fsdp": True},
-        "FSDP, interleaved": {"schedule": "Interleaved1F1B", "fsdp": True},
-    },
-    "2.14.1": {
-        "split by the caller, 1F1B": {"schedule": "1F1B", "split": True},
-        "split by the caller, interleaved": {"schedule": "Interleaved1F1B", "split": True},
-    },
-    "2.15": {
-        "one send outstanding": {"schedule": "Interleaved1F1B", "runtime": {"max_outstanding_sends": 1}},
-        "FSDP, gathered ahead": {
-            "schedule": "InterleavedZeroBubble",
-            "fsdp": True,
-            "runtime": {"unshard_lookahead": "auto", "max_active_stages": 2},
-        },
-        "FSDP, reduction awaited later": {
-            "schedule": "Interleaved1F1B",
-            "fsdp": True,
-            "runtime": {"defer_reduce_grad_wait": True},
-        },
-        "FSDP, gradients of two calls": {"schedule": "Interleaved1F1B", "fsdp": True, "calls_per_step": 2},
-    },
-}
-JOBS = {name: job for since, jobs in _SINCE.items() if Version(since) <= TORCH for name, job in jobs.items()}
-"""Jobs with features of newer versions of torch, if the installed one has them, by name."""
-
-
-def with_options(name: str, **options: Any) -> Callable[..., Any]:
-    """Return a function that makes a torch schedule by name, with options of torch's runtime."""
-
-    def make(stages: Any, micro_batches: int, loss_fn: Any) -> Any:
-        made = getattr(schedules, f"Schedule{name}")(stages, micro_batches, loss_fn=loss_fn)
-        if options:
-            order, made = (
-                made.pipeline_order,
-                schedules._PipelineScheduleRuntime(stages, micro_batches, loss_fn=loss_fn, **options),
-            )
-            made._prepare_schedule_with_comms(order)
-        return made
-
-    return make
 
 
 def main() -> None:
@@ -116,8 +60,13 @@ def schedule_of(job: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, list[nn.Mod
         PipelineStage(block, stage, len(work), torch.device("cpu"), group=group, **shapes)
         for stage, block in zip(mine, layers, strict=True)
     ]
-    make = with_options(job["schedule"], **job.get("runtime", {}))
-    return make(stages[0] if single else stages, job["micro_batches"], loss_fn=nn.MSELoss()), layers
+    micro_batches, loss_fn = job["micro_batches"], nn.MSELoss()
+    schedule = schedule_class(stages[0] if single else stages, micro_batches, loss_fn=loss_fn)
+    if "runtime" in job:  # options of torch's runtime, which the schedule's own class does not have
+        order = schedule.pipeline_order
+        schedule = schedules._PipelineScheduleRuntime(stages, micro_batches, loss_fn=loss_fn, **job["runtime"])
+        schedule._prepare_schedule_with_comms(order)
+    return schedule, layers
 
 
 def count_of(schedule: Any, job: dict[str, Any], step: int) -> int:
