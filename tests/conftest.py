@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import hypothesis
 import pytest
 from fail_on_skip import FailOnSkip
-from job import ENVIRONMENT, PlainRuns
+from job import ENVIRONMENT
 from stub_cuda.fixtures import stub_cuda, stub_cuda_library
 from stub_nvml.fixtures import make_stub_nvml, stub_library, stub_nvml, stub_nvml_here, stub_of_agents, stub_time
 from virtual.time import VirtualTime
@@ -83,9 +83,3 @@ def disk_with():
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     return disk_with
-
-
-@pytest.fixture(scope="session")
-def plain_runs(tmp_path_factory):
-    """Jobs without Perseus, each run once."""
-    return PlainRuns(tmp_path_factory.mktemp("plain"))

@@ -1,7 +1,7 @@
 """One job is profiled online, planned in the background, and run under the plan."""
 
 import pytest
-from job import run
+from job import assert_same_without_perseus, run
 from run_log import events, phases
 
 from perseus_ds.artifacts.frontier import Frontier
@@ -16,11 +16,9 @@ BLOCK = {"simulated": {"counter_period_s": 0.02}}
 JOB = {"ranks": 2, "work": [4, 3, 2, 2]}
 
 
-def test_a_job_profiles_plans_and_runs_with_the_same_losses_and_the_next_one_uses_its_plans(
-    tmp_path, plain_runs, monkeypatch
-):
+def test_a_job_profiles_plans_and_runs_with_the_same_losses_and_the_next_one_uses_its_plans(tmp_path, monkeypatch):
     finished = run(tmp_path / "auto", perseus=BLOCK, **JOB, steps=10_000, until=["run", 5])
-    plain_runs.assert_same(finished, **JOB)
+    assert_same_without_perseus(finished, **JOB)
     assert all(rank["plan"] for rank in finished.ranks)
     records = finished.records()
     gone_through = [phase for phase in phases(records) if phase != "default"]

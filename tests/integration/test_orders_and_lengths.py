@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from job import QUICK_PROFILE, assert_same_training, assert_untouched, block_in, run, run_jobs
+from job import QUICK_PROFILE, assert_same_without_perseus, assert_untouched, block_in, run, run_jobs
 from megatron_job import __file__ as megatron_script
 from run_log import events, iterations, records
 from schedule_job import __file__ as torch_script
@@ -15,12 +15,11 @@ SHORT = {"longest_instruction_s": 0.012, "counter_period_s": 0.01, "lock_latency
 LONG = {"longest_instruction_s": 0.04, "counter_period_s": 0.005, "lock_latency_s": 0.001}
 
 
-def on_deepspeed(folder, simulated, *, steps, until=None, **job):
+def on_deepspeed(folder, simulated, *, until, **job):
     """Train with and without Perseus, assert equal bits, and return the records."""
     perseus = {"mode": "auto", "profile": QUICK_PROFILE, "cache": False, "goal": GOAL, "simulated": simulated}
-    planned = run(folder / "with", 2, perseus=perseus, steps=steps, **({"until": until} if until else {}), **job)
-    steps = len(planned.ranks[0]["losses"])
-    assert_same_training(planned, run(folder / "without", 2, steps=steps, **job))
+    planned = run(folder / "with", 2, perseus=perseus, steps=10_000, until=until, **job)
+    assert_same_without_perseus(planned, 2, **job)
     return planned.records()
 
 
@@ -42,7 +41,7 @@ def assert_each_count_has_a_plan(found):
 
 def test_counts_that_alternate_on_deepspeed(tmp_path):
     job = {"counts": COUNTS, "work": [3, 2]}
-    assert_each_count_has_a_plan(on_deepspeed(tmp_path, SHORT, until=["run", 50], steps=10_000, **job))
+    assert_each_count_has_a_plan(on_deepspeed(tmp_path, SHORT, until=["run", 50], **job))
 
 
 def test_counts_that_alternate_on_torch(tmp_path):
@@ -70,7 +69,7 @@ def assert_one_profile_and_plans(found):
 
 def test_lengths_that_differ_on_deepspeed(tmp_path):
     job = {"work": [3, 2], "micro_batches": 2, "mixed": mixed([16, 24, 32, 40])}
-    assert_one_profile_and_plans(on_deepspeed(tmp_path, LONG, until=["run", 30], steps=10_000, **job))
+    assert_one_profile_and_plans(on_deepspeed(tmp_path, LONG, until=["run", 30], **job))
 
 
 def test_lengths_that_differ_on_megatron(tmp_path):

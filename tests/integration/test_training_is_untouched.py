@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import run_log
 from frontiers import save_random_plan, save_true_frontier
-from job import QUICK_PROFILE, block_in, run, run_script, start
+from job import QUICK_PROFILE, assert_same_without_perseus, block_in, run, run_script, start
 
 from perseus_ds.artifacts.timeline import TimelineFile
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -20,14 +20,14 @@ def job_of(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("dualpipev", marks=pytest.mark.extended)])
-def test_losses_and_weights_are_bit_identical_under_a_plan(tmp_path, plain_runs, schedule):
+def test_losses_and_weights_are_bit_identical_under_a_plan(tmp_path, schedule):
     job = job_of(schedule)
     plan = save_random_plan(tmp_path / "frontier", schedule)
     block = {"mode": "run", "frontier": str(tmp_path / "frontier")}
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}}
     planned = {"perseus": block, "deepspeed": monitor, "steps": 1000, "until": ["run", 5]}
     under_plan = run(tmp_path / "run", **job, **planned)
-    plain_runs.assert_same(under_plan, **job)
+    assert_same_without_perseus(under_plan, **job)
     base = "DualPipeVEngine" if schedule == "dualpipev" else "PipelineEngine"
     assert {rank["engine"] for rank in under_plan.ranks} == {base}  # some versions of DeepSpeed test it
     assert {r["plan"] for r in under_plan.iterations("run")} == {0}
@@ -58,11 +58,11 @@ def assert_kept(finished, plan):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])  # the oldest DeepSpeed has only the first
-def test_losses_and_weights_are_bit_identical_after_profiling(tmp_path, plain_runs, schedule):
+def test_losses_and_weights_are_bit_identical_after_profiling(tmp_path, schedule):
     job = job_of(schedule)
     block = {"mode": "profile", "profile": QUICK_PROFILE}
     finished = run(tmp_path / "profile", perseus=block, **{**job, "steps": 200, "until": ["observe", 2]})
-    plain_runs.assert_same(finished, **job)
+    assert_same_without_perseus(finished, **job)
     folder = finished.folder / "perseus"
     profile = (folder / "profile.csv").read_text().splitlines()
     kinds_and_stages = {tuple(line.split(",")[:2]) for line in profile[1:] if ",tail," not in line}

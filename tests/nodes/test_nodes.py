@@ -9,7 +9,7 @@ import sys
 import pytest
 import run_log
 from frontiers import save_random_plan
-from job import DEEPSPEED, SCRIPT, SIMULATED
+from job import DEEPSPEED, SCRIPT, SIMULATED, run
 from nodes.cluster import CannotBeMadeError, Cluster
 from run_log import JOB_GIVE_UP_S, wait_until
 
@@ -120,10 +120,10 @@ def assert_restored(node):
     assert any(node.gpus.gpus[0].changes_mhz()), "no clock was locked, so nothing was tested"
 
 
-def assert_ran_as_on_one_node(cluster, plain_runs, **job):
+def assert_ran_as_on_one_node(cluster, folder, **job):
     """Losses equal those of the same job on one node without Perseus. Only rank 0's node has records."""
     nodes = cluster.nodes
-    plain = plain_runs.run(len(nodes), steps=PLAIN_STEPS, **job)
+    plain = run(folder, len(nodes), steps=PLAIN_STEPS, **job)
     for rank, node in enumerate(nodes):
         losses = report(node, rank)["losses"]
         assert repr(losses) == repr(plain.ranks[rank]["losses"][: len(losses)])
@@ -132,7 +132,7 @@ def assert_ran_as_on_one_node(cluster, plain_runs, **job):
     assert len(iterations(nodes[0])) == len(losses)
 
 
-def test_a_job_of_four_nodes_by_torchrun(make_cluster, plain_runs):
+def test_a_job_of_four_nodes_by_torchrun(make_cluster, tmp_path):
     """No disk is shared, and the plan is only on rank 0's node. Each node has its own agent."""
     cluster = make_cluster(4)
     first = cluster.nodes[0]
@@ -142,10 +142,10 @@ def test_a_job_of_four_nodes_by_torchrun(make_cluster, plain_runs):
         wait_until(lambda node=node: len(node.agents()) == 1, f"one agent on {node.name}")
     wait_for(lambda: len(iterations(first, "run")) >= 3, "iterations under the plan", started)
     stop(cluster, started)
-    assert_ran_as_on_one_node(cluster, plain_runs)
+    assert_ran_as_on_one_node(cluster, tmp_path / "plain")
 
 
-def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
+def test_a_job_by_hostfile_over_slow_links(make_cluster, tmp_path):
     """DeepSpeed's launcher on a login node starts ranks through a remote shell. Links carry 1 MB/s."""
     cluster = make_cluster(2)
     first = cluster.nodes[0]
@@ -174,14 +174,14 @@ def test_a_job_by_hostfile_over_slow_links(make_cluster, plain_runs, tmp_path):
     for node in cluster.nodes:
         wait_until(lambda node=node: len(node.agents()) == 1, f"one agent on {node.name}")
     stop(cluster, [process])
-    assert_ran_as_on_one_node(cluster, plain_runs, buckets=[BATCH])
+    assert_ran_as_on_one_node(cluster, tmp_path / "plain", buckets=[BATCH])
     # A link passes the first bytes of the activations of four micro-batches at full speed.
     least_s = (4 * BATCH * WIDTH * 4 - cluster.BURST_BYTES) / 1e6
     assert all(record["time_s"] > least_s for record in iterations(first))
 
 
 @pytest.mark.parametrize("lost_rank", [0, 1])
-def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_runs, lost_rank):
+def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, tmp_path, lost_rank):
     """A node fails suddenly, and torch's launchers restart the job from its checkpoint with a spare node."""
     cluster = make_cluster(3)
     first, *_, spare = cluster.nodes
@@ -215,7 +215,7 @@ def test_a_job_goes_on_with_another_node_when_one_is_lost(make_cluster, plain_ru
     for process in started:
         finished(process)
     losses = report(survivor, 0)["losses"]
-    plain = plain_runs.run(2, steps=PLAIN_STEPS, keep_every=1000, resume_from="nowhere")
+    plain = run(tmp_path / "plain", 2, steps=PLAIN_STEPS, keep_every=1000, resume_from="nowhere")
     assert repr(losses) == repr(plain.ranks[0]["losses"][saved : saved + len(losses)])
     for node in (survivor, spare):
         assert_restored(node)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -180,27 +180,10 @@ def run_while(during: Callable[[Running], None], folder: Path, ranks: int, **job
         return result.result()
 
 
-@dataclass
-class PlainRuns:
-    """Runs jobs without Perseus, each once for all tests that compare with it."""
-
-    folder: Path
-    _finished: dict[str, Finished] = field(default_factory=dict)
-
-    def run(self, ranks: int, **job: Any) -> Finished:
-        key = json.dumps({"ranks": ranks, **job}, sort_keys=True)
-        if key not in self._finished:
-            self._finished[key] = run(self.folder / str(len(self._finished)), ranks, **job)
-        return self._finished[key]
-
-    def assert_same(self, finished: Finished, ranks: int, **job: Any) -> None:
-        """Train without Perseus for as many steps, and assert that the bits are the same."""
-        steps = len(finished.ranks[0]["losses"]) - ("evaluate_after" in job)
-        assert_same_training(finished, self.run(ranks, **{**job, "steps": steps}))
-
-
-def assert_same_training(finished: Finished, without: Finished) -> None:
-    """Assert that losses, weights and random numbers of two jobs have the same bits."""
+def assert_same_without_perseus(finished: Finished, ranks: int, **job: Any) -> None:
+    """Train without Perseus for as many steps, and assert that losses, weights and random numbers are the same."""
+    steps = len(finished.ranks[0]["losses"]) - ("evaluate_after" in job)
+    without = run(finished.folder.with_name("without"), ranks, **{**job, "steps": steps})
     for ours, theirs in zip(finished.ranks, without.ranks, strict=True):
         assert repr(ours["losses"]) == repr(theirs["losses"])  # repr, since NaN is not equal to itself
         assert ours["weights"] == theirs["weights"]
