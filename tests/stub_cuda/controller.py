@@ -74,9 +74,6 @@ class TorchCuda:
     def synchronize(self, device: object = None) -> None:
         self._cuda.synchronize()
 
-    def is_current_stream_capturing(self) -> bool:
-        return False
-
     def Event(self, **_: bool) -> Event:  # noqa: N802
         return self._cuda.external_event()
 

@@ -32,7 +32,7 @@ FUNCTIONS = (
 )  # fmt: skip
 ERRORS = {
     "none": 0, "not_supported": 3, "no_permission": 4, "driver_not_loaded": 9, "timeout": 10, "function_not_found": 13,
-    "gpu_is_lost": 15, "version_mismatch": 18, "unknown": 999,
+    "gpu_is_lost": 15, "unknown": 999,
 }  # fmt: skip
 
 
