@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import torch
-from gpu_checks.recording import CHANGES_FILE, LATENCY_S, RecordingGpu, changes_in, guard_agents, guard_nvml
+from gpu_checks.recording import CHANGES_FILE, LATENCY_S, RecordingNvmlGpu, changes_in, guard_agents, guard_nvml
 from one_rank_server import OneRankServer
 
 from perseus_ds.artifacts.evidence import Machine
@@ -141,7 +141,7 @@ class OneGpu:
         guard_agents()
         self.device = torch.device("cuda", torch.cuda.current_device())
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        self.gpu = RecordingGpu(index_of_cuda_device(self.device.index, uuid))
+        self.gpu = RecordingNvmlGpu(index_of_cuda_device(self.device.index, uuid))
         self._side = torch.cuda.Stream()
 
     def described(self):

@@ -111,7 +111,7 @@ def changes_in(path):
     return [Change(float(at_s), int(clock_mhz) or None) for at_s, clock_mhz in rows]
 
 
-class RecordingGpu(RecordsChanges, NvmlGpu):
+class RecordingNvmlGpu(RecordsChanges, NvmlGpu):
     """An NVIDIA GPU read through NVML, whose address only agents of these checks know."""
 
     @property
@@ -121,11 +121,11 @@ class RecordingGpu(RecordsChanges, NvmlGpu):
 
 def _open_to_read(address, logs=()):
     device, _, uuid = address.partition(":")
-    return RecordingGpu(index_of_uuid(uuid)) if device == DEVICE else open_gpu(address, logs)
+    return RecordingNvmlGpu(index_of_uuid(uuid)) if device == DEVICE else open_gpu(address, logs)
 
 
 def _find_to_read(place):
-    return RecordingGpu(index_of_cuda_device(place.ordinal, place.uuid, place.variables))
+    return RecordingNvmlGpu(index_of_cuda_device(place.ordinal, place.uuid, place.variables))
 
 
 def run_agent():

@@ -16,7 +16,7 @@ from gpu_checks.recording import (
     CHANGES,
     Change,
     GuardError,
-    RecordingGpu,
+    RecordingNvmlGpu,
     RecordsChanges,
     guard_agents,
     guard_nvml,
@@ -57,7 +57,7 @@ def gpu(stub_nvml_here, stub_time, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", stub_nvml_here.environment["LD_LIBRARY_PATH"])
     guard_nvml()
     guard_agents()
-    gpu = RecordingGpu(0)
+    gpu = RecordingNvmlGpu(0)
     yield gpu
     assert stub_nvml_here.gpus[0].calls("set_locked") == stub_nvml_here.gpus[0].calls("reset_locked") == 0
     gpu.close()
