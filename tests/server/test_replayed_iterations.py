@@ -39,12 +39,12 @@ def run_to_the_plan(job):
 
 @pytest.mark.parametrize(
     "in_graph_s",
-    [0.015, pytest.param(True, marks=pytest.mark.extended)],
+    [0.015, pytest.param(0.0, marks=pytest.mark.extended)],
     ids=["part of the tail in the graph", "tail after the graph"],
 )
 def test_replayed_iterations_are_profiled_and_planned_like_others(start, plain, in_graph_s):
-    tail_s = TAIL_S - (0.0 if in_graph_s is True else in_graph_s)
-    job = run_to_the_plan(start("graphs", graphs=in_graph_s, mode="auto", tail_s=tail_s, **SLOWER))
+    tail_s = TAIL_S - in_graph_s
+    job = run_to_the_plan(start("graphs", graph_tail_s=in_graph_s, mode="auto", tail_s=tail_s, **SLOWER))
     assert job.events(Failed) == []
     assert in_order([phase for phase, _, _ in job.taken])[:5] == in_order([phase for phase, _, _ in plain.taken])[:5]
     assert job.events(PlanJudged)[0].kept
@@ -52,7 +52,7 @@ def test_replayed_iterations_are_profiled_and_planned_like_others(start, plain, 
     for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.TAIL):
         graph, eager = (profile.at_highest_clock(0, kind) for profile in profiles)
         assert graph.time_s == pytest.approx(eager.time_s, rel=0.02)
-        if kind is not Kind.TAIL or in_graph_s is True:
+        if kind is not Kind.TAIL or not in_graph_s:
             assert graph.energy_j == pytest.approx(eager.energy_j, rel=0.05)
     time_s, plain_s = (statistics.median(taken[1] for taken in of.taken[-10:]) for of in (job, plain))
     assert time_s == pytest.approx(plain_s, rel=0.01)
@@ -70,7 +70,7 @@ def mixed(start, tmp_path):
 
 def test_each_pass_of_a_replay_runs_at_its_clock(start, mixed):
     changes = []
-    for keys in ({"cuda": True}, {"graphs": True}):
+    for keys in ({"cuda": True}, {"graph_tail_s": 0.0}):
         job = start(str(keys), mode="run", frontier=mixed, gpu_class=RecordingGpu, tail_s=TAIL_S, **keys)
         job.train(30)
         job.close()
@@ -103,7 +103,7 @@ def test_times_are_those_of_their_replay_even_if_the_host_is_ahead():
 
 
 def test_waiting_for_a_slower_pipeline_within_the_graph_is_no_part_of_the_tail(start):
-    job = start(graphs=0.015, mode="profile", pipelines=2, tail_s=TAIL_S)
+    job = start(graph_tail_s=0.015, mode="profile", pipelines=2, tail_s=TAIL_S)
     job.slowdowns[1] = 1.2
     job.train_until("observe")
     job.close()

@@ -11,7 +11,7 @@ class VirtualHost:
 
     def __init__(self, time, gpu):
         self.time, self.gpu = time, gpu
-        self.CUDAGraph = graphs_of(self)
+        self.CUDAGraph = graphs_of(self)  # nothing is captured, but sessions replace methods of the class
 
     def launch(self, seconds, workload=COMPUTE_BOUND):
         self.gpu.begin_work(workload)

@@ -83,7 +83,7 @@ class VirtualJob:
         device="a100-sxm",
         gpu_class=SimulatedGpu,
         cuda=False,
-        graphs=False,
+        graph_tail_s=None,
         **block,
     ):
         """Start the job. :meth:`train` runs its first iteration.
@@ -99,8 +99,8 @@ class VirtualJob:
             schedule: Schedule to execute; it may have several stages per rank and overlapping transfers.
             gpu: Settings of the simulated GPUs.
             cuda: Whether passes are only launched, on a stand-in for CUDA.
-            graphs: Whether passes are captured into a graph of that stand-in after two iterations, and replayed. A
-                number is the time of the part of the tail that is in the graph, too [s].
+            graph_tail_s: Time of the part of the tail that is, with all passes, in a graph of that stand-in, which is
+                captured after two iterations and replayed [s]. None for no graph.
             block: Other keys of the ``perseus`` block.
         """
         self.time = VirtualTime()
@@ -124,7 +124,7 @@ class VirtualJob:
         if "lock-contention" in settings.get("conditions", ()):
             settings["driver_turn"] = OneAtATime(self.time)
         self.gpus = [gpu_class.named(device, timebase=self.time, seed=rank, **settings) for rank in range(ranks)]
-        self._launches, self._graphs = bool(cuda or graphs), graphs
+        self._launches, self._graph_tail_s = cuda or graph_tail_s is not None, graph_tail_s
         self.devices = [(VirtualCuda if self._launches else VirtualHost)(self.time, gpu) for gpu in self.gpus]
         self._config = parse_block({"device": "simulated", "output_dir": str(folder), "cache": False, **block})
         self._records, self._follower = [], RecordFollower(folder)
@@ -349,7 +349,7 @@ class VirtualJob:
         begin_j = sum(gpu.true_energy_j for gpu in self.gpus) if rank == 0 else 0.0
         self._iterations[rank] += 1
         operations = self.schedule.ranks[self._place(rank)[1]]
-        if self._graphs and self._iterations[rank] > 2:
+        if self._graph_tail_s is not None and self._iterations[rank] > 2:
             self._replay(rank, operations)
         else:
             with self._iteration(rank):
@@ -414,7 +414,7 @@ class VirtualJob:
         """Keep the device busy until all ranks arrive, and for the tail's part in the graph."""
         self._meetings.bring(("reduce", number), rank, None)
         self._meetings.wait(("reduce", number), len(self.gpus))
-        self.time.sleep(float(self._graphs) if self._graphs is not True else 0.0)
+        self.time.sleep(self._graph_tail_s)
 
     def _place(self, rank):
         """Return the pipeline of a rank and its rank in the pipeline."""
