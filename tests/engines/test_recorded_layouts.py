@@ -1,5 +1,7 @@
 """The parts of each stage that engines find in models."""
 
+from types import SimpleNamespace
+
 import one_rank_engine
 import pytest
 import torch
@@ -57,6 +59,16 @@ def test_modules_of_torchtitan_keep_their_names():
     last = parts_of_module(Titan([], last=True), is_first=False, is_last=True)
     assert found(last) == [("head", ["norm", "output"])]
     assert [part.parameters for part in last] == [2 * WIDTH + 8 * WIDTH]
+
+
+def test_modules_around_the_layers_of_a_stage_between_two_others_are_no_known_parts():
+    for stage in (Titan(range(1, 2), first=True), Titan(range(1, 2), last=True)):
+        assert parts_of_module(stage, is_first=False, is_last=False) is None
+
+
+def test_layers_of_a_later_stage_of_deepspeed_have_their_numbers_in_the_whole_model():
+    module = SimpleNamespace(forward_funcs=[Block(), nn.Linear(WIDTH, 8)], parts=[0, 3, 5], stage_id=1)
+    assert found(parts_of_pipeline_module(module)) == [("Block", ["3"]), ("Linear", ["4"])]
 
 
 def test_the_children_of_a_sequential_are_its_parts():
