@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,14 @@ from perseus_ds.pipeline.schedule import Schedule
 
 _LEAST_ERROR, _UNKNOWN_ERROR = 1e-3, 0.02
 """Minimum relative error of a row, and relative error of a row with unknown error."""
+
+
+class MemoryUse(NamedTuple):
+    """Memory of a rank in all cases, for each parameter, and for each layer with a held micro-batch [bytes]."""
+
+    of_rank: float
+    of_parameter: float
+    of_held_layer: float
 
 
 @dataclass(frozen=True)
@@ -103,14 +112,14 @@ class Balance:
         number = [kinds.kinds.index(part.kind) for part in parts]
         parameters = np.array([float(part.parameters) for part in parts])
         layers = np.array([float(_is_layer(part.kind)) for part in parts])
-        _, a_parameter, a_layer = self.memory or (0.0, 0.0, 0.0)
+        memory = self.memory or MemoryUse(0.0, 0.0, 0.0)
         return LayerCosts(
             clocks_mhz=kinds.clocks_mhz,
             time_s={kind: values[number] for kind, values in kinds.time_s.items()},
             energy_j={kind: values[number] for kind, values in kinds.energy_j.items()},
             parameters=parameters,
-            fixed_bytes=a_parameter * parameters,
-            held_bytes=a_layer * layers,
+            fixed_bytes=memory.of_parameter * parameters,
+            held_bytes=memory.of_held_layer * layers,
             blocking_power_w=profile.info.blocking_power_w or 0.0,
             gpu=profile.info.gpu or "unknown GPU",
             simulated=bool(profile.info.simulated),
@@ -119,16 +128,16 @@ class Balance:
         )
 
     @cached_property
-    def memory(self) -> tuple[float, float, float] | None:
-        """Bytes per rank, per parameter, and per layer for each micro-batch held, or None if unknown."""
+    def memory(self) -> MemoryUse | None:
+        """What the memory is used for. None if it is unknown."""
         job = self.job
         if len(job.memory_bytes) != job.ranks:
             return None
         uses = self._memory_uses(job.layout)
         if np.linalg.matrix_rank(uses) < 3:
             return None
-        (least, a_parameter, a_layer), _ = nnls(uses, np.array(job.memory_bytes, float))
-        return float(least), float(a_parameter), float(a_layer)
+        found, _ = nnls(uses, np.array(job.memory_bytes, float))
+        return MemoryUse(*found.tolist())
 
     def _memory_uses(self, layout: Layout) -> Floats:
         """Return, for each rank, 1, its number of parameters, and of its layers times micro-batches held."""
@@ -165,7 +174,7 @@ class Balance:
                     "--memory-gib: the memory of a stage can only be derived from measurements of at least three "
                     "ranks with one stage each, which this run does not have. Remove the option."
                 )
-            memory_bytes -= self.memory[0]
+            memory_bytes -= self.memory.of_rank
         return best_partition(
             self.costs,
             job.schedule,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -142,24 +142,40 @@ def launched_transfer_durations_s(schedule: Schedule, iterations: Iterable[Passe
     Only transfers for which the receiver was waiting show their duration. If there are none, those that ran while the
     receiver computed are used.
     """
-    sides = _sides(schedule)
-    found: dict[Boundary, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    around_transfer = _around_transfers(schedule)
+    while_waiting_s: dict[Boundary, list[float]] = defaultdict(list)
+    while_computing_s: dict[Boundary, list[float]] = defaultdict(list)
     for passes in iterations:
-        for transfer, (made_by, needed_by, after) in sides.items():
-            if made_by in passes and needed_by in passes:
-                made_s = passes[made_by][1]
-                free_s = made_s if after is None else passes[after][1]
-                duration_s = max(0.0, passes[needed_by][0] - max(made_s, free_s))
-                found[transfer.payload, transfer.source, transfer.target][free_s > made_s].append(duration_s)
-    return {key: statistics.median(waited or hidden) for key, (waited, hidden) in sorted(found.items())}
+        for transfer, around in around_transfer.items():
+            if around.made_by in passes and around.needed_by in passes:
+                _, made_s = passes[around.made_by]
+                free_s = made_s
+                if around.received_after is not None:
+                    _, free_s = passes[around.received_after]
+                needed_s, _ = passes[around.needed_by]
+                durations_s = while_computing_s if free_s > made_s else while_waiting_s
+                boundary = transfer.payload, transfer.source, transfer.target
+                durations_s[boundary].append(max(0.0, needed_s - max(made_s, free_s)))
+    found_s = {**while_computing_s, **while_waiting_s}
+    return {boundary: statistics.median(durations_s) for boundary, durations_s in sorted(found_s.items())}
 
 
-def _sides(schedule: Schedule) -> dict[Transfer, tuple[Instruction, Instruction, Instruction | None]]:
-    """Return three instructions around each transfer.
+class _AroundTransfer(NamedTuple):
+    """The instructions around a transfer.
 
-    They are the last one before it on the sending rank, the first one that needs its data on the receiving rank, and
-    the one before that, if there is one.
+    Attributes:
+        made_by: The last one before it on the sending rank.
+        needed_by: The first one that needs its data on the receiving rank.
+        received_after: The one before that. None if there is none.
     """
+
+    made_by: Instruction
+    needed_by: Instruction
+    received_after: Instruction | None
+
+
+def _around_transfers(schedule: Schedule) -> dict[Transfer, _AroundTransfer]:
+    """Return the instructions around each transfer."""
     made_by: dict[Transfer, Instruction] = {}
     needed_by: dict[Transfer, tuple[Instruction, Instruction | None]] = {}
     for stream in schedule.ranks:
@@ -174,4 +190,5 @@ def _sides(schedule: Schedule) -> dict[Transfer, tuple[Instruction, Instruction,
                 made_by.update(dict.fromkeys(operation.sends, before))
             if isinstance(operation, Exchange | Wait):
                 awaited += [transfer for transfer in operation.transfers if transfer in receives]
-    return {t: (made_by[t], *needed_by[t]) for t in sorted(made_by) if t in needed_by}
+    known = [transfer for transfer in sorted(made_by) if transfer in needed_by]
+    return {transfer: _AroundTransfer(made_by[transfer], *needed_by[transfer]) for transfer in known}

@@ -608,10 +608,8 @@ class TimelineLog:
         begins_s = common_begins_s(job, seen)
         operations = []
         for place, (own, begin_s) in enumerate(zip(spans, begins_s, strict=True)):
-            plans = run.plans.get(0)
-            plan = None if plans is None else plans.of_pipeline(job.places[job.shown[place]].pipeline)
-            clocks = {} if plan is None else dict(zip(plan.instructions[place], plan.clocks_mhz[place], strict=True))
-            operations.append([entry for span in own for entry in _entries(span, begin_s - min(begins_s), clocks)])
+            late_s, clocks_mhz = begin_s - min(begins_s), _planned_clocks_mhz(job, run, place)
+            operations.append([entry for span in own for entry in _entries(span, late_s, clocks_mhz)])
         energy_j = seen.job_report.energy_j
         iteration = MeasuredIteration(
             iteration=seen.number,
@@ -640,6 +638,13 @@ def _plan_of(run: Run) -> int | None:
     return None if plans is None else plans.shown_plan
 
 
+def _planned_clocks_mhz(job: Job, run: Run, place: int) -> dict[Instruction, int]:
+    """Return the planned clocks of a rank of the shown pipeline in the first order [MHz]. Empty at other clocks."""
+    plans = run.plans.get(0)
+    plan = None if plans is None else plans.of_pipeline(job.places[job.shown[place]].pipeline)
+    return {} if plan is None else dict(zip(plan.instructions[place], plan.clocks_mhz[place], strict=True))
+
+
 def common_begins_s(job: Job, seen: Seen) -> list[float]:
     """Return when the ranks of the shown pipeline began an iteration, in a common time [s].
 
@@ -659,16 +664,18 @@ def common_begins_s(job: Job, seen: Seen) -> list[float]:
 def begin_after_s(first: Sequence[Span], second: Sequence[Span]) -> float:
     """Return how much later ``second`` began than ``first``, estimated from their transfers [s]."""
     sent, received, both = [], [], []
-    ends_s = {transfer: (end_s, is_launch) for transfer, end_s, is_launch, _ in _ends_of_transfers(first)}
-    for transfer, end_s, _, is_exchange in _ends_of_transfers(second):
-        if transfer in ends_s:
-            other_end_s, is_launch = ends_s[transfer]
-            if is_exchange and not is_launch:
-                both.append(other_end_s - end_s)
-            elif transfer.source < transfer.target:
-                sent.append(other_end_s - end_s)
-            else:
-                received.append(other_end_s - end_s)
+    of_first = {end.transfer: end for end in _ends_of_transfers(first)}
+    for end in _ends_of_transfers(second):
+        other = of_first.get(end.transfer)
+        if other is None:
+            continue
+        later_s = other.end_s - end.end_s
+        if end.is_exchange and not other.is_launch:
+            both.append(later_s)
+        elif end.transfer.source < end.transfer.target:
+            sent.append(later_s)
+        else:
+            received.append(later_s)
     if both:
         return statistics.median(both)
     if sent and received:
@@ -676,13 +683,22 @@ def begin_after_s(first: Sequence[Span], second: Sequence[Span]) -> float:
     return 0.0
 
 
-def _ends_of_transfers(spans: Sequence[Span]) -> Iterator[tuple[Transfer, float, bool, bool]]:
-    """Yield each transfer, when it ended or was launched [s], and whether it was launched or an exchange."""
+class _TransferEnd(NamedTuple):
+    """When a transfer ended or, if it is a launch, was launched on one rank [s]."""
+
+    transfer: Transfer
+    end_s: float
+    is_launch: bool
+    is_exchange: bool
+
+
+def _ends_of_transfers(spans: Sequence[Span]) -> Iterator[_TransferEnd]:
     for span in spans:
         if isinstance(operation := span.operation, Exchange | Launch | Wait):
-            is_launch = isinstance(operation, Launch)
+            is_launch, is_exchange = isinstance(operation, Launch), isinstance(operation, Exchange)
+            end_s = span.start_s if is_launch else span.end_s
             for transfer in operation.transfers:
-                yield transfer, span.start_s if is_launch else span.end_s, is_launch, isinstance(operation, Exchange)
+                yield _TransferEnd(transfer, end_s, is_launch, is_exchange)
 
 
 def known_of_all(values: Sequence[int | None]) -> list[int]:
