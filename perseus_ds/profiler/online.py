@@ -524,9 +524,13 @@ class OnlineProfiler:
         Waiting counts as blocking power here, because non-negative ratios say nothing about it.
         """
         spread = np.array([_RATIO_SPREAD[kind] for _, kind in self._keys])
-        matrix = [found.coefficients[:, :-1] for found in equations.values()]
-        values = [found.beyond_w / common_w[clock] for clock, found in equations.items()]
-        return np.asarray(nnls(np.vstack([*matrix, np.diag(1 / spread)]), np.concatenate([*values, 1 / spread]))[0])
+        of_clocks = [found.coefficients[:, :-1] for found in equations.values()]
+        relative_to_common = [found.beyond_w / common_w[clock] for clock, found in equations.items()]
+        # Rows are the readings of all clocks, and a prior of 1 for each ratio. Shapes (rows, keys) and (rows,).
+        matrix = np.vstack([*of_clocks, np.diag(1 / spread)])
+        values = np.concatenate([*relative_to_common, 1 / spread])
+        ratio, _ = nnls(matrix, values)
+        return np.asarray(ratio)
 
     def _at_clock(self, clock_mhz: int, equations: _Equations, expected_w: Floats) -> Floats:
         """Return the power of each key at a clock, shape (keys,) [W].
