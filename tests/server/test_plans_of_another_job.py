@@ -39,9 +39,10 @@ def test_plans_for_another_gpu_are_refused(planned, tmp_path):
 )
 def test_plans_for_another_model_layout_or_engine_are_refused(planned, tmp_path, planned_for, trained, named):
     job, frontier = planned.server.job, Frontier.load(planned.folder)
+    unknown = job.info.model_copy(update={"model": None, "layout": None})
     provenance = frontier.provenance.model_copy(update=planned_for)
     path = replace(frontier, provenance=provenance).save(tmp_path)
-    load_frontier(job, path)  # the job does not know what it trains
-    load_frontier(replace(job, info=job.info.model_copy(update=planned_for)), path)
+    load_frontier(replace(job, info=unknown), path)
+    load_frontier(replace(job, info=unknown.model_copy(update=planned_for)), path)
     with pytest.raises(PlanError, match=named):
-        load_frontier(replace(job, info=job.info.model_copy(update=trained)), path)
+        load_frontier(replace(job, info=unknown.model_copy(update=trained)), path)
