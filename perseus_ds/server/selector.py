@@ -80,15 +80,21 @@ class PlanSelector:
             slowdown = (1 + slowdown_of(frontier, plans.plan)) * (1 + self._late()) - 1
             spare = self._state.spare_slowdown + self._goal.max_slowdown - slowdown
             self._state.spare_slowdown = max(spare, -_MOST_OWED)
-        computed_s = seen.ranks.computed_s
-        if len(plans.plans) > 1 and computed_s.min() > 0:
-            # The rank that is last to reduce gradients does not wait, so the shortest tail is the duration of the tail
-            # itself.
-            tail_s = float(seen.ranks.tail_s.min())
-            own_s = seen.ranks.by_pipeline(computed_s).tolist()
-            promised_s = [frontier.plans[plan].time_s for plan in plans.plans]
-            ratios = [(one_s + tail_s) / plan_s for one_s, plan_s in zip(own_s, promised_s, strict=True)]
-            self._state.stretch_factors = self._stragglers.update(ratios)
+        if len(plans.plans) > 1 and seen.ranks.computed_s.min() > 0:
+            self._note_stragglers(seen, plans)
+
+    def _note_stragglers(self, seen: Seen, plans: Plans) -> None:
+        """Compare the time of each pipeline with that of its plan for inputs of their lengths."""
+        # The rank that is last to reduce gradients does not wait, so the shortest tail is the duration of the tail
+        # itself.
+        tail_s = float(seen.ranks.tail_s.min())
+        ratios = []
+        for pipeline, computed_s in enumerate(seen.ranks.by_pipeline(seen.ranks.computed_s).tolist()):
+            plan_s = plans.frontier.plans[plans.plans[pipeline]].time_s
+            # Long inputs in several iterations in a row do not make a pipeline a straggler.
+            length = self._state.default.time_factor(seen.tokens[pipeline])
+            ratios.append((computed_s / length + tail_s) / plan_s)
+        self._state.stretch_factors = self._stragglers.update(ratios)
 
     def decide(self) -> bool:
         """Decide on the following iterations, and return whether the goal has changed."""

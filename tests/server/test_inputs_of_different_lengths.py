@@ -6,7 +6,7 @@ import pytest
 from virtual.job import SLOWER
 
 from perseus_ds.artifacts.profile import StageProfile
-from perseus_ds.artifacts.run_events import Drifted, OrderPlanned, ProfileWritten
+from perseus_ds.artifacts.run_events import Drifted, OrderPlanned, PlanChosen, ProfileWritten
 from perseus_ds.pipeline.instruction import Kind
 
 LENGTHS = (1.0, 1.25)
@@ -62,3 +62,12 @@ def test_a_job_of_two_pipelines_whose_inputs_differ_runs_plans_of_one_profile(st
     train_until(job, "run")
     assert len(job.events(ProfileWritten)) == 1
     assert job.events(OrderPlanned) == []
+
+
+@pytest.mark.parametrize(("tokens", "is_straggler"), [([1250, 1000], False), ([1000, 1000], True)])
+def test_a_pipeline_with_longer_inputs_in_many_iterations_in_a_row_is_no_straggler(start, tokens, is_straggler):
+    job = start(mode="auto", pipelines=2, **SLOWER)
+    train_until(job, "run", knows_tokens=True)
+    job.slowdowns, job.tokens = [1.25, 1.0], tokens
+    job.train(30)
+    assert any(event.straggler == 0 for event in job.events(PlanChosen)) == is_straggler
