@@ -50,7 +50,7 @@ _LONGEST_WINDOW_S, _UNKNOWN_PERIOD_S = 1.35, 1.0
 # Longest time until the power after a load is steady, and interval at which it is checked [s].
 _LONGEST_STEP_S, _LOOK_S = 4.0, 0.05
 # Number of refreshes in which the first rank waits for the others.
-_WAITED_REFRESHES = 6
+_WAITED_REFRESHES = 4
 _encode = msgspec.msgpack.Encoder().encode
 
 

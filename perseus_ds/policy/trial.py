@@ -43,8 +43,8 @@ TOLERANCE = 0.01
 FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 16
 """A block has at least the first number of iterations. More are added if the mean time of fewer is not certain."""
 _WELL_KNOWN = 0.0025
-# Over fewer refreshes, energy counters are noisy.
-_REFRESHES = 30
+# Over fewer refreshes, energy counters are noisy: a block has the energy of one refresh too much or too little.
+_REFRESHES = 20
 # A block ends without a result after this number of iterations and this multiple of its least time.
 _GIVEN_UP_AFTER, _TIMES_AS_LONG = 64, 4
 _KEPT_PAIRS = 24
@@ -91,22 +91,42 @@ class Block:
         limits: Limits of GPUs during any of them.
     """
 
-    def __init__(self, default: DefaultClocks, *, is_planned: bool, counter_period_s: float) -> None:
-        """Begin a block. ``default`` has what default clocks take for each order."""
+    def __init__(
+        self, default: DefaultClocks, *, is_planned: bool, counter_period_s: float, counter_settle_s: float = 0.0
+    ) -> None:
+        """Begin a block.
+
+        Args:
+            default: What default clocks take for each order.
+            is_planned: Whether its iterations are to run under plans.
+            counter_period_s: Refresh period of the energy counter [s].
+            counter_settle_s: Time for which the counter still includes the power before a change of clocks [s].
+        """
         self.is_planned = is_planned
         self.iterations: list[BlockIteration] = []
         self.limits: Limits = frozenset()
         self._default = default
         self._least_s = _REFRESHES * counter_period_s
+        self._settles_for_s = counter_settle_s
         self._seen, self._seen_s = 0, 0.0
 
-    def pass_over(self, time_s: float) -> None:
-        """Take note of an iteration that does not count, such as the first one after a change of clocks."""
+    def pass_over(self, time_s: float, *, is_at_its_clocks: bool = False) -> None:
+        """Take note of an iteration that does not count.
+
+        Args:
+            time_s: Its time [s].
+            is_at_its_clocks: Whether it ran at the clocks of the block, such as the first one after their change.
+        """
         self._seen += 1
         self._seen_s += time_s
+        if is_at_its_clocks:
+            self._settles_for_s -= time_s
 
     def add(self, iteration: BlockIteration, limits: Limits = frozenset()) -> None:
-        """Add an iteration, and the limits of GPUs in it."""
+        """Add an iteration, and the limits of GPUs in it. While the counter settles, it is passed over."""
+        if self._settles_for_s > 0:
+            self.pass_over(iteration.time_s, is_at_its_clocks=True)
+            return
         self._seen += 1
         self._seen_s += iteration.time_s
         self.iterations.append(iteration)
@@ -128,7 +148,7 @@ class Block:
     def is_complete(self) -> bool:
         """True if it has enough iterations and refreshes of the energy counter."""
         counted, times = self._relative()
-        if len(counted) < FEWEST_ITERATIONS or sum(one.time_s for one in counted) < self._least_s:
+        if len(counted) < FEWEST_ITERATIONS or math.fsum(one.time_s for one in counted) < self._least_s:
             return False
         error = statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
         return error <= _WELL_KNOWN or len(counted) >= _MOST_ITERATIONS

@@ -296,10 +296,13 @@ class Job:
         """Return the refresh period of the slowest energy counter [s]."""
         return self._slowest(lambda measured: measured.period_s) or _COUNTER_PERIOD_S
 
-    def counter_settle_s(self) -> float:
-        """Return the longest time for which a counter still reports the power before a step [s]."""
+    def counter_settle_s(self, unknown_s: float = _COUNTER_SETTLE_S) -> float:
+        """Return the longest time for which a counter still reports the power before a step [s].
+
+        ``unknown_s`` is returned if it was not measured.
+        """
         is_known = any(math.isfinite(power_w) for power_w in self._blocking_powers_w())
-        return self._slowest(lambda measured: measured.settle_s) if is_known else _COUNTER_SETTLE_S
+        return self._slowest(lambda measured: measured.settle_s) if is_known else unknown_s
 
     def blocking_power_w(self) -> float:
         """Return the mean blocking power of all ranks, or that of the last profile if not measured [W].

@@ -154,8 +154,13 @@ class PlanRunner:
 
     async def _block(self, *, is_planned: bool) -> Block | None:
         """Run the iterations of a block. None if it was given up."""
-        period_s = self._job.counter_period_s()
-        block = Block(self._state.default, is_planned=is_planned, counter_period_s=period_s)
+        block = Block(
+            self._state.default,
+            is_planned=is_planned,
+            counter_period_s=self._job.counter_period_s(),
+            # The first iteration after a change is left out in any case.
+            counter_settle_s=self._job.counter_settle_s(unknown_s=0.0),
+        )
         while not block.is_complete:
             if block.is_given_up:
                 return None
@@ -178,7 +183,7 @@ class PlanRunner:
             or not has_plans
             or seen.job_report.failed
         ):
-            block.pass_over(seen.time_s)
+            block.pass_over(seen.time_s, is_at_its_clocks=self._latest_clocks is wanted)
             return
         assert order is not None, "it has plans"
         # Plans that promise to be faster than default clocks need not be.
@@ -261,7 +266,7 @@ class PlanRunner:
             self._is_outdated = self.needs_profile = True
 
     def _drop(self, verdict: Verdict) -> None:
-        """Try a faster plan after a late one, another profile or fewer clock changes, or return to default clocks."""
+        """Try a faster plan after a late one, another profile or larger margins, or return to default clocks."""
         state = self._state
         late = state.trial.lateness
         may_be_faster = verdict is Verdict.LATE and state.faster_plans < _MOST_FASTER_PLANS
@@ -275,10 +280,10 @@ class PlanRunner:
             self._is_outdated = self.needs_profile = True
             self._announce(verdict, "training continues at default clocks, profiling again")
             return
-        if verdict is Verdict.LATE and self._planner.can_hold_clocks_longer:
+        if verdict is Verdict.LATE and self._planner.can_use_larger_margins:
             self._is_outdated = True
-            self._announce(verdict, "plans with fewer clock changes are tried next")
-            state.hold_clocks_longer()
+            self._announce(verdict, "plans with fewer clock changes and more reserve are tried next")
+            state.use_larger_margins()
             return
         iterations = state.next_rest
         self._announce(verdict, f"training continues at default clocks, tried again in {iterations} iterations")
