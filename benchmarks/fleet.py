@@ -265,6 +265,7 @@ BLOOM: dict[str, Any] = {
     "micro_batches": 24,
     "gpu": "a40",
 }
+FOUR_STAGES: dict[str, Any] = {"forwards_s": (0.05, 0.05, 0.05, 0.06), "micro_batches": 8}
 TWO_LENGTHS, MANY_LENGTHS = (1.0, 1.25), tuple(0.7 + 0.05 * number for number in range(13))
 
 SCENARIOS = (
@@ -272,6 +273,7 @@ SCENARIOS = (
     Scenario("noise 0.1 %", noise=0.001),
     Scenario("noise 0.5 %"),
     Scenario("noise 2 %", noise=0.02, seeds=6),
+    Scenario("noise 3 %, four stages", **FOUR_STAGES, noise=0.03),
     Scenario("slow noise 0.1 %", slowly_varying(0.001)),
     Scenario("slow noise 0.5 %", slowly_varying(0.005)),
     Scenario("slow noise 2 %", slowly_varying(0.02), seeds=6),

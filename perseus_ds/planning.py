@@ -25,6 +25,9 @@ class PlanningSettings:
     least_dwell_s: DwellTimes | None = None
     """shortest time at one clock in plans of the exact solver, for all clocks or by clock in MHz [s]; by default the
     profile's"""
+    reserve: float = 0.0
+    """fraction by which slowed instructions may take longer without delaying a plan of the exact solver, because
+    their times vary"""
 
     @property
     def longest_dwell_s(self) -> float:
@@ -57,5 +60,7 @@ class PlanningSettings:
                 f"blocking_power_w={power_w:g}: no waiting GPU draws this; expected {LEAST_GPU_W:g} to {MOST_GPU_W:g} W"
                 + (f". It is probably in {other}: write {power_w * factor:g}." if likely else ", or 0.")
             )
+        if not 0 <= self.reserve <= 1:
+            raise ConfigError(f"reserve={self.reserve:g}: expected a fraction from 0 to 1, such as 0.02 for 2 %.")
         if not 2 <= self.plans <= MOST_PLANS:
             raise ConfigError(f"plans={self.plans}: expected 2, one for T_min and one for T*, to {MOST_PLANS}.")

@@ -86,6 +86,7 @@ class Provenance(FileModel):
     stages: StageCount
     blocking_power_w: Power
     least_dwell_s: Duration = 0.0
+    reserve: Annotated[float, Field(ge=0, le=1)] = 0.0
     solver: Text
     simulated: bool | None = None
     gpu: Text | None = None

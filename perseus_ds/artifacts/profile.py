@@ -158,6 +158,11 @@ class ProfileInfo(FileModel):
         description="By clock [MHz], the shortest time at it in plans [s]: twice the 90th percentile of its "
         "latencies on the slowest rank. Empty if latencies were not measured.",
     )
+    pass_variation: RelativeError | None = Field(
+        None,
+        description="Relative standard deviation of the times of equal passes in an iteration at default clocks; null "
+        "if not measured.",
+    )
     schedule: Text | None = Field(
         None, description="`package.module:Class` of the schedule: a label, which is never imported."
     )

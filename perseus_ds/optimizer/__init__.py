@@ -8,14 +8,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from perseus_ds.artifacts.frontier import Frontier, Pairs, Provenance, drop_dominated
+from perseus_ds.artifacts.frontier import NO_SLOWER, Frontier, Pairs, Provenance, drop_dominated
 from perseus_ds.artifacts.plan import FrequencyPlan
 from perseus_ds.artifacts.profile import StageProfile
 from perseus_ds.errors import FrontierError, ProfileError
 from perseus_ds.optimizer.alternatives import alternatives
 from perseus_ds.optimizer.lowtime import solve_lowtime
 from perseus_ds.optimizer.problem import Problem, Progress, power_swing, problem_for
-from perseus_ds.optimizer.solver import solve_exact
+from perseus_ds.optimizer.solver import lower_bounds, solve_exact
 from perseus_ds.pipeline.dag import Dag
 from perseus_ds.pipeline.instruction import Kind
 from perseus_ds.pipeline.schedule import Schedule
@@ -51,8 +51,22 @@ def solve(problem: Problem, progress: Progress = lambda what, done: None) -> Fro
     settings = problem.settings
     if settings.solver == "lowtime":
         return frontier_of(problem, solve_lowtime(problem, progress), settings.solver)
-    found, bounds = solve_exact(problem, progress)
+    if settings.reserve:
+        found, bounds = _with_reserve(problem, progress), lower_bounds(problem, progress)
+    else:
+        found, bounds = solve_exact(problem, progress)
     return frontier_of(problem, bounds.with_bounds(drop_dominated(found)), settings.solver)
+
+
+def _with_reserve(problem: Problem, progress: Progress) -> list[FrequencyPlan]:
+    """Return plans with the reserve of the settings. Of plans with almost the same time, the one with more reserve."""
+    reserved, _ = solve_exact(problem.with_reserve(), progress)
+    found: list[FrequencyPlan] = []
+    for plan in drop_dominated(reserved):  # the fastest with its reserve first
+        evaluated = problem.evaluate(plan.clocks_mhz)
+        if not found or evaluated.time_s > (1 + NO_SLOWER) * found[-1].time_s:
+            found.append(evaluated)
+    return found
 
 
 def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -> Frontier:
@@ -69,6 +83,7 @@ def frontier_of(problem: Problem, plans: Iterable[FrequencyPlan], solver: str) -
             stages=schedule.num_stages,
             blocking_power_w=problem.blocking_power_w,
             least_dwell_s=problem.settings.longest_dwell_s if solver == "exact" else 0.0,
+            reserve=problem.settings.reserve if solver == "exact" else 0.0,
             solver=solver,
             simulated=info.simulated,
             gpu=info.gpu,

@@ -89,6 +89,14 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     return [*map(problem.plan, choices), *map(problem.evaluate, simple)], bounds
 
 
+def lower_bounds(problem: Problem, progress: Progress) -> Bounds:
+    """Return only the bounds of :func:`solve_exact`."""
+    network = Network(problem)
+    bounds = Bounds(network)
+    _relaxed(network, bounds, progress)
+    return bounds
+
+
 def _deadlines(problem: Problem, relaxed: _Optima, bounds: Bounds) -> Floats:
     """Return the deadlines of the plans, rising [s]. The time of default clocks is one of them."""
     if len(relaxed.time_s) == 1:

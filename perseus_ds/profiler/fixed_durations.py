@@ -16,6 +16,8 @@ from perseus_ds.pipeline.dag import Boundary, FixedDurations
 from perseus_ds.pipeline.instruction import Instruction, Kind
 from perseus_ds.pipeline.schedule import Compute, Exchange, Launch, Load, Other, Schedule, Span, Transfer, Wait
 
+# A standard deviation needs this number of passes.
+_FEWEST_EQUAL = 3
 Key = tuple[int, Kind]
 K = TypeVar("K", bound=Any)
 Iterations = Sequence[Sequence[Span]]
@@ -80,6 +82,24 @@ def fixed_durations(ranks: Sequence[Iterations]) -> FixedDurations:
                             shorter_s[key] = min(span.time_s, shorter_s.get(key, span.time_s))
     transfers_s = (((t.payload, t.source, t.target), time_s) for (_, t), time_s in shorter_s.items())
     return FixedDurations(load_s=medians(loads_s), transfer_s=medians(transfers_s), other_s=medians(others_s))
+
+
+def pass_variation(ranks: Sequence[Iterations]) -> float | None:
+    """Return the relative standard deviation of the times of equal passes in an iteration, as a median over all.
+
+    What lengthens all passes of an iteration alike has no influence. None if no pass is repeated in an iteration.
+    """
+    found = []
+    for rank in ranks:
+        for spans in rank:
+            times_s: dict[Key, list[float]] = defaultdict(list)
+            for span in spans:
+                if isinstance(span.operation, Compute) and not _is_tail(span):
+                    instruction = span.operation.instruction
+                    times_s[instruction.stage, instruction.kind].append(span.time_s)
+            enough = [equal_s for equal_s in times_s.values() if len(equal_s) >= _FEWEST_EQUAL]
+            found += [statistics.stdev(equal_s) / statistics.fmean(equal_s) for equal_s in enough]
+    return statistics.median(found) if found else None
 
 
 def tails_s(spans: Iterable[Span]) -> dict[int, float]:

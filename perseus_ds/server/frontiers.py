@@ -23,8 +23,10 @@ from perseus_ds.server.job import Job, Order
 from perseus_ds.server.phases import ModeContext
 from perseus_ds.server.profiling import has_passes_of, save_once_possible, share_profile
 from perseus_ds.server.recorder import Recorder
-from perseus_ds.server.state import MOST_DWELL
+from perseus_ds.server.state import MOST_ROBUST
 
+# Each time that plans are computed again because they were late, clocks are held longer by this factor.
+_HELD_LONGER = 4
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
 
@@ -234,9 +236,15 @@ class Planner:
         self._has_profile = True
 
     @property
-    def can_hold_clocks_longer(self) -> bool:
-        """True if there is a profile from which plans with fewer clock changes can be computed."""
-        return self._has_profile and self._context.state.dwell_factor < MOST_DWELL and bool(self._least_dwell_s())
+    def can_use_larger_margins(self) -> bool:
+        """True if there is a profile from which plans with larger margins can be computed."""
+        if not self._has_profile or self._context.state.robustness >= MOST_ROBUST:
+            return False
+        try:
+            profiled = StageProfile.load(self._context.orders.first.job.profile_path).info
+        except ProfileError:
+            return False
+        return bool(profiled.least_dwell_s or profiled.pass_variation)
 
     def replan(self) -> None:
         """Plan all orders again with the same profile."""
@@ -291,21 +299,16 @@ class Planner:
             share_profile(job, StageProfile.load(first.job.profile_path))
         self._context.job.fix_slow_ranks(self._context.recorder.say)
         # Everything else that plans depend on is in the profile, so that "perseus-ds optimize" makes the same ones.
-        settings, factor = PlanningSettings(), self._context.state.dwell_factor
-        if factor > 1:
-            dwell_s = {clock_mhz: factor * least_s for clock_mhz, least_s in self._least_dwell_s().items()}
-            settings = PlanningSettings(least_dwell_s=dwell_s)
+        settings, robustness = PlanningSettings(), self._context.state.robustness
+        if robustness:
+            profiled = StageProfile.load(first.job.profile_path).info
+            dwell_s = {clock: _HELD_LONGER**robustness * least_s for clock, least_s in profiled.least_dwell_s.items()}
+            reserve = min(1.0, robustness * (profiled.pass_variation or 0.0))
+            settings = PlanningSettings(least_dwell_s=dwell_s, reserve=reserve)
         request = OptimizeRequest(
             profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings
         )
         self._order, self._worker = order, self._context.worker(request, job.output_dir / "optimize.log")
-
-    def _least_dwell_s(self) -> dict[int, float]:
-        """Return the least dwell times of the profile by clock [s]. Empty if they are not known."""
-        try:
-            return StageProfile.load(self._context.orders.first.job.profile_path).info.least_dwell_s
-        except ProfileError:
-            return {}
 
     def _finish(self) -> None:
         order, worker = self._order, self._worker

@@ -28,6 +28,7 @@ from perseus_ds.profiler.fixed_durations import (
     launched_transfer_durations_s,
     launches_transfers,
     medians,
+    pass_variation,
     passes_of,
     shortest_tail_s,
     tails_s,
@@ -130,6 +131,7 @@ def _info(job: Job, pipeline: list[list[list[Span]]], measured: Sequence[Seen]) 
         "blocking_power_w": job.blocking_power_w(),
         "default_clock_mhz": statistics.median_low(default_mhz) if default_mhz else None,
         "job": job.profile_key(),
+        "pass_variation": pass_variation(pipeline),
         "streams": ScheduleStreams.of(job.schedule),
         "memory_bytes": known_of_all([job.states[rank].memory_bytes or None for rank in job.shown]),
     }

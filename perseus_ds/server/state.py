@@ -18,8 +18,8 @@ logger = logging.getLogger("perseus_ds")
 FIRST_REST = 200
 """Number of iterations for which plans that do not keep their promise rest for the first time."""
 _LONGER = 4
-MOST_DWELL = 16
-"""Largest factor on the dwell times of clocks in plans."""
+MOST_ROBUST = 2
+"""How many times late plans are computed again with larger margins before they rest."""
 _LONGEST_REST = 10**9
 
 
@@ -30,7 +30,7 @@ class _Saved(FileModel):
     next_rest: Annotated[int, Field(ge=1, le=_LONGEST_REST)] = FIRST_REST
     lateness: Annotated[float, Field(ge=0)] = 0.0
     faster_plans: Annotated[int, Field(ge=0)] = 0
-    dwell_factor: Annotated[int, Field(ge=1, le=MOST_DWELL)] = 1
+    robustness: Annotated[int, Field(ge=0, le=MOST_ROBUST)] = 0
     spare_slowdown: float = 0.0
     default: dict[str, Any] = Field(default_factory=dict)
     statistics: RunStatistics = RunStatistics()
@@ -49,8 +49,8 @@ class PlanState:
         next_rest: Duration of the next rest, in iterations.
         lateness: Fraction by which plans have taken longer than promised, so that faster ones are chosen.
         faster_plans: How many times faster plans were chosen since the last rest.
-        dwell_factor: Factor on the least dwell times of the profile with which plans are computed. Larger ones are for
-            jobs that clock changes delay.
+        robustness: How many times plans were computed again with larger margins, because they were late: clock changes
+            may delay the job, and the times of passes vary.
         spare_slowdown: Sum over iterations of the slowdown that the goal allowed and plans have not used.
         default: What default clocks take.
         statistics: Measured relative to predicted figures of the last iterations under plans.
@@ -64,7 +64,7 @@ class PlanState:
     next_rest: int = FIRST_REST
     lateness: float = 0.0
     faster_plans: int = 0
-    dwell_factor: int = 1
+    robustness: int = 0
     spare_slowdown: float = 0.0
     default: DefaultClocks = field(default_factory=DefaultClocks)
     statistics: RunStatistics = field(default_factory=RunStatistics)
@@ -78,9 +78,9 @@ class PlanState:
         self._forget_lateness()
         return self.resting
 
-    def hold_clocks_longer(self) -> None:
-        """Plan again with fewer clock changes, and try these plans."""
-        self.dwell_factor = min(_LONGER * self.dwell_factor, MOST_DWELL)
+    def use_larger_margins(self) -> None:
+        """Plan again with larger margins, and try these plans."""
+        self.robustness = min(self.robustness + 1, MOST_ROBUST)
         self._forget_lateness()
 
     def begin_trial(self) -> None:
@@ -95,7 +95,7 @@ class PlanState:
     def forget_plans(self) -> None:
         """Forget what was learnt under plans of a profile that is no longer used."""
         self._forget_lateness()
-        self.dwell_factor = 1
+        self.robustness = 0
         self.resting = 0
         self.spare_slowdown = 0.0
         self.statistics = RunStatistics(stopped_s=self.statistics.stopped_s, stops=self.statistics.stops)
@@ -110,7 +110,7 @@ class PlanState:
             next_rest=self.next_rest,
             lateness=self.lateness,
             faster_plans=self.faster_plans,
-            dwell_factor=self.dwell_factor,
+            robustness=self.robustness,
             spare_slowdown=self.spare_slowdown,
             default=self.default.state(),
             statistics=self.statistics,
@@ -127,7 +127,7 @@ class PlanState:
             return False
         self.trial, self.announced = saved.trial, saved.announced
         self.resting, self.next_rest = saved.resting, saved.next_rest
-        self.lateness, self.faster_plans, self.dwell_factor = saved.lateness, saved.faster_plans, saved.dwell_factor
+        self.lateness, self.faster_plans, self.robustness = saved.lateness, saved.faster_plans, saved.robustness
         self.spare_slowdown = saved.spare_slowdown
         self.default.restore(saved.default)
         self.statistics, self.stretch_factors, self.plans = saved.statistics, saved.stretch_factors, saved.plans

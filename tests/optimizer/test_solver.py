@@ -179,6 +179,7 @@ def test_a_profile_that_cannot_be_planned_for_is_refused(profile, words):
         ({"blocking_power_w": None}, "blocking_power_w is missing"),
         ({"least_dwell_s": 1e300}, r"least_dwell_s=1e\+300: expected a number of seconds >= 0, at most"),
         ({"blocking_power_w": 83640.0}, "blocking_power_w=83640: .* probably in milliwatts: write 83.64"),
+        ({"reserve": 2.0}, "reserve=2: expected a fraction from 0 to 1, such as 0.02"),
         ({"plans": 1}, r"plans=1: expected 2, one for T_min and one for T\*, to 10000"),
     ],
 )
@@ -186,6 +187,33 @@ def test_an_argument_out_of_range_is_refused_before_planning(arguments, words, m
     monkeypatch.setattr("perseus_ds.optimizer.solve_exact", None)
     with pytest.raises(ConfigError, match=words):
         optimize(one_f_one_b(2, 3), synthetic_profile(2), **{"blocking_power_w": POWER_W, **arguments})
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), schedule=st.sampled_from(SCHEDULES))
+def test_with_a_reserve_slowed_instructions_may_take_longer_without_delaying_a_plan(seed, schedule):
+    kinds = {i.kind for stream in schedule.instructions for i in stream}
+    profile = noisy_profile(schedule.num_stages, 6, seed, kinds)
+    problem = problem_for(schedule, profile, blocking_power_w=POWER_W)
+    reserve = 0.05
+
+    def late_s(plan):
+        """Return the time of a plan whose slowed instructions take longer by the reserve."""
+        longer = []
+        for row in profile.measurements:
+            fastest_s = profile.options(row.stage, row.kind).time_s.min()
+            time_s = row.time_s + min(reserve * row.time_s, row.time_s - fastest_s)
+            longer.append(replace(row, time_s=time_s))
+        return problem_for(schedule, StageProfile(longer), blocking_power_w=POWER_W).evaluate(plan.clocks_mhz).time_s
+
+    without, found = (optimize(schedule, profile, blocking_power_w=POWER_W, plans=8, reserve=r) for r in (0.0, reserve))
+    assert found.plans[0].time_s == without.plans[0].time_s == pytest.approx(problem.t_min_s)
+    assert late_s(found.plans[0]) <= 1.001 * problem.t_min_s < late_s(without.plans[0])
+    for plan in found.plans:
+        evaluated = problem.evaluate(plan.clocks_mhz)
+        assert (plan.time_s, plan.energy_j) == (evaluated.time_s, evaluated.energy_j), "without the reserve"
+        assert plan.lower_bound_j <= plan.energy_j
+    assert (without.provenance.reserve, found.provenance.reserve) == (0.0, reserve)
 
 
 def test_gaps_of_long_iterations_are_nearly_those_of_a_full_search(monkeypatch):

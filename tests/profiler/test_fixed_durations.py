@@ -8,6 +8,7 @@ from perseus_ds.profiler.fixed_durations import (
     fixed_durations,
     launched_transfer_durations_s,
     medians,
+    pass_variation,
     passes_of,
     tails_s,
     without_gaps,
@@ -45,6 +46,15 @@ def test_gaps_are_added_to_loads_transfers_and_tails_except_the_gap_before_the_t
 
 def forward(stage, micro_batch):
     return Compute(Instruction(stage, Kind.FORWARD, micro_batch))
+
+
+def test_passes_vary_by_their_deviation_within_iterations_whatever_lengthens_all_of_one():
+    def iteration(factor, *times_s):
+        return [Span(forward(0, number), number, number + factor * time_s) for number, time_s in enumerate(times_s)]
+
+    iterations = [iteration(factor, 0.09, 0.10, 0.11) + tail(0, (5.0, 5.0 + factor)) for factor in (1.0, 1.5, 3.0)]
+    assert pass_variation([iterations, iterations]) == pytest.approx(0.1)
+    assert pass_variation([[iteration(1.0, 0.1, 0.2)]]) is None, "no three of them are equal"
 
 
 FIRST, SECOND = Transfer("activation", 0, 1, 0), Transfer("activation", 0, 1, 1)

@@ -484,6 +484,7 @@ PROFILE = {
         pytest.approx(MODEL.reached_clock_mhz(MODEL.top_clock_mhz, COMPUTE_BOUND), rel=0.01),
     ),
     "least_dwell_s": lambda job: (max(job.info.least_dwell_s.values()), pytest.approx(2 * 0.015, rel=0.01)),
+    "pass_variation": lambda job: (job.info.pass_variation, pytest.approx(0.0, abs=1e-6)),
     "layout.stages.parameters": lambda job: (
         [[part.parameters for part in parts] for parts in job.info.layout.stages],
         [[PARAMETERS], [PARAMETERS + 1]],
