@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import one_f_one_b
 
-from perseus_ds.artifacts.frontier import Alternative, AlternativePoint, Frontier, Provenance, drop_dominated
+from perseus_ds.artifacts.frontier import (
+    NO_SLOWER,
+    Alternative,
+    AlternativePoint,
+    Frontier,
+    Provenance,
+    drop_dominated,
+    time_limit_s,
+)
 from perseus_ds.artifacts.plan import FrequencyPlan, PowerSwing, check_instructions
 from perseus_ds.errors import DeadlineError, FrontierError, PlanError
 from perseus_ds.pipeline.instruction import Instruction, Kind
@@ -58,7 +66,26 @@ def test_the_csv_has_one_line_a_plan_and_says_what_is_simulated(tmp_path):
         assert {row["simulated"] for row in rows} == {word}
     assert [float(row["time_s"]) for row in rows] == [1.0, 1.1, 1.3]
     assert [row["lower_bound_j"] for row in rows] == ["99.0", "90.0", ""]
+    powers_w = [[row[f"{name}_w"] for name in ("mean_power", "highest_power", "lowest_power")] for row in rows]
+    assert powers_w == [["100.0", "", ""], ["81.8", "", ""], ["61.5", "70.0", "50.0"]]
     assert float(rows[0]["gap"]) == pytest.approx(100 / 99 - 1, abs=1e-6)
+
+
+def test_the_allowed_time_is_relative_to_default_clocks_unless_these_are_said_to_be_faster_than_the_fastest_rows():
+    for default_s, t_min_s in ((2.0, 1.9), (1.9, 2.0)):
+        assert time_limit_s(default_s, t_min_s, 0.05) == pytest.approx(2.0 * (1 + 0.05 + NO_SLOWER))
+
+
+def test_savings_are_of_the_slowest_plans_and_settings_in_time_relative_to_the_highest_clock():
+    points = ((1.0, 114.0, "1410 MHz"), (1.04, 108.0, "1380 MHz"), (2.0, 60.0, "705 MHz"))
+    alternatives = (Alternative("one clock", tuple(AlternativePoint(*point) for point in points)),)
+    found = dataclasses.replace(frontier(), alternatives=alternatives)
+    assert found.t_star_s == 1.3
+    assert found.within(0.1).energy_j == 90.0
+    assert dataclasses.replace(found, plans=found.plans[1:]).within(0.0).energy_j == 90.0, "the fastest, though slower"
+    expected = {"Perseus": [1 / 6] * 4, "one clock": [0.05, 0.05, 0.05, 0.1]}
+    assert found.savings() == {name: pytest.approx(saved) for name, saved in expected.items()}
+    assert found.best_alternative_in_words().startswith("In 1 % more time, Perseus saves 11.7 percentage points more")
 
 
 def test_lookup_takes_the_slowest_plan_in_time():
