@@ -13,9 +13,9 @@ Definitions:
 
 Plans are *late* or *cost energy* if that is certain, and *good* if it is certain that they are in time and save energy.
 After 12 pairs, plans *save nothing* if the estimate of the saving is zero or less, and after 24 pairs also if it is not
-certain. Then the estimate of the time decides, too. All other plans are *unknown* so far. Each block under plans is
-followed by one at default clocks. As long as plans are good, the number of blocks under plans between two at default
-clocks doubles each time.
+certain. Then plans that are probably late count as late, and others that save energy as good. All other plans are
+*unknown* so far. Each block under plans is followed by one at default clocks. As long as plans are good, the number of
+blocks under plans between two at default clocks doubles each time.
 
 Every decision can be reversed by later pairs, so no error probability is shared among the decisions of a job. Error
 rates: ``benchmarks/trial.py``.
@@ -54,7 +54,7 @@ _ENOUGH_PAIRS = 12
 # A plan that is no longer good is detected in the last pairs, even if the earlier ones were good.
 _LATEST_PAIRS = 6
 _MOST_BLOCKS = 64
-_SURE, _STATED = 0.995, 0.99
+_SURE, _STATED, _PROBABLE = 0.995, 0.99, 0.9
 _SPREADS = 2.0
 # Neighbouring pairs share a block at default clocks. If blocks have the variance v, pairs have 1.5 v and neighbouring
 # pairs the covariance v / 4, which increases the variance of their mean by up to a third.
@@ -273,9 +273,9 @@ class Estimate(NamedTuple):
         """Return the deviation of the mean that is exceeded with ``1 - probability`` on each side."""
         return float(stdtrit(self.pairs - 1, probability)) * self.error
 
-    def is_above(self, limit: float) -> bool:
-        """Return whether it is certain that the true value is above a limit."""
-        return self.mean - self.uncertainty(_SURE) > limit
+    def is_above(self, limit: float, probability: float = _SURE) -> bool:
+        """Return whether it is certain, or has this probability, that the true value is above a limit."""
+        return self.mean - self.uncertainty(probability) > limit
 
     def is_below(self, limit: float) -> bool:
         """Return whether it is certain that the true value is below a limit."""
@@ -353,7 +353,7 @@ class Trial(FileModel):
             return Verdict.SAVES_NOTHING
         if len(self.pairs) < _KEPT_PAIRS:
             return Verdict.UNKNOWN
-        if late.mean > TOLERANCE:
+        if late.is_above(TOLERANCE, _PROBABLE):
             return Verdict.LATE
         return Verdict.GOOD if saves else Verdict.SAVES_NOTHING
 

@@ -161,6 +161,14 @@ def test_a_saver_is_kept_and_plans_that_are_late_or_useless_are_dropped(deviatio
     assert dropped(24, energy=0.0) >= 0.95
 
 
+@pytest.mark.parametrize(("late", "verdict"), [(0.011, Verdict.GOOD), (0.014, Verdict.LATE)])
+def test_plans_of_which_it_is_not_known_whether_they_are_late_are_kept_unless_it_is_probable(late, verdict):
+    pairs = [pair_of(late=late + 0.009 * (-1) ** number) for number in range(24)]
+    trial, found = trial_of(pairs)
+    assert len(trial.pairs) == 24, "it was not certain before"
+    assert found is verdict
+
+
 def test_pairs_become_rarer_while_plans_are_good_and_frequent_again_after_one_that_is_late():
     trial = Trial()
     blocks = []
