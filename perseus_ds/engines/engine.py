@@ -217,7 +217,7 @@ class Session:
 
     @property
     def phase(self) -> str:
-        """Phase of the next iteration, ``start`` before the first one."""
+        """Phase of the last iteration that has begun, or of the first one. ``start`` before the job has met."""
         return "start" if self.runtime is None else self.runtime.phase
 
     @property
