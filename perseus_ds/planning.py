@@ -26,8 +26,7 @@ class PlanningSettings:
     """shortest time at one clock in plans of the exact solver, for all clocks or by clock in MHz [s]; by default the
     profile's"""
     reserve: float = 0.0
-    """fraction by which slowed instructions may take longer without delaying a plan of the exact solver, because
-    their times vary"""
+    """fraction by which slowed instructions may take longer in plans of the exact solver, because times vary"""
 
     @property
     def longest_dwell_s(self) -> float:

@@ -71,14 +71,14 @@ class Training:
         device: Returns the device of the rank's tensors.
         read: Returns the operations of this rank in an iteration, as a schedule of one rank.
         check: Called on rank 0 with the schedule of all ranks of its pipeline. Raises an error if it cannot be planned.
-        monitor: Receives time and energy, as DeepSpeed's monitor does.
+        monitor: Returns what receives time and energy, as DeepSpeed's monitor does, or None.
     """
 
     facts: Callable[[], RankFacts]
     device: Callable[[], torch.device]
     read: Callable[[], Schedule]
     check: Callable[[Schedule], object] = lambda schedule: None
-    monitor: Monitor | None = None
+    monitor: Callable[[], Monitor | None] = lambda: None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -98,6 +98,7 @@ class Opened:
     timers: Execution
     simulated: Work | None = None
     schedule: Schedule
+    monitor: Monitor | None = None
 
     def close(self) -> None:
         if self.clocks is not None:
@@ -120,7 +121,8 @@ def meet(config: PerseusConfig, training: Training, opened: Opened) -> ServerSta
         gpu = opened.gpu = open_gpu_of_rank(config, device, rank=dist.get_rank(), local_rank=local_rank())
         opened.clocks = clocks_of(gpu.take_lease(), device)
         opened.timers, opened.simulated = execution_on(device), gpu.work(config)
-        calibrates, has_monitor = opened.simulated is not None, training.monitor is not None
+        opened.monitor = training.monitor()
+        calibrates, has_monitor = opened.simulated is not None, opened.monitor is not None
         facts = msgspec.structs.replace(facts, calibrates=calibrates, has_monitor=has_monitor)
         opened.facts, opened.device, opened.schedule = complete(facts, config, schedule, gpu), device, schedule
         return msg.encode(opened.facts)

@@ -144,7 +144,7 @@ class PerseusRuntime:
                 key=facts.key,
                 simulated=opened.simulated,
                 is_rank_0=rank == 0,
-                monitor=training.monitor,
+                monitor=opened.monitor,
                 memory_bytes=lambda: peak_memory_bytes(device),
             )
             address = places.from_this_node(answer.address)

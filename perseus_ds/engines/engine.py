@@ -480,7 +480,7 @@ class Session:
             device=self._device,
             read=engine.read,
             check=engine.check,
-            monitor=engine.monitor(),
+            monitor=engine.monitor,
         )
         self.runtime = PerseusRuntime.start(self.config, training)
         self.state = SessionState.BETWEEN

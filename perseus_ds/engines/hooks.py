@@ -68,7 +68,7 @@ class Hooks:
     ) -> Iterator[T]:
         """Yield items that others process, each within its own context until the next one is taken.
 
-        ``context_of`` returns the context of an item, or None. After an error or the removal, there is none.
+        ``context_of`` returns the context of an item, or None. After an error or the removal, none is entered.
         """
         for item in items:
             context = None

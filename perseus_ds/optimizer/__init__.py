@@ -52,7 +52,8 @@ def solve(problem: Problem, progress: Progress = lambda what, done: None) -> Fro
     if settings.solver == "lowtime":
         return frontier_of(problem, solve_lowtime(problem, progress), settings.solver)
     if settings.reserve:
-        found, bounds = _with_reserve(problem, progress), lower_bounds(problem, progress)
+        bounds = lower_bounds(problem)
+        found = _with_reserve(problem, progress)
     else:
         found, bounds = solve_exact(problem, progress)
     return frontier_of(problem, bounds.with_bounds(drop_dominated(found)), settings.solver)

@@ -89,11 +89,11 @@ def solve_exact(problem: Problem, progress: Progress) -> tuple[list[FrequencyPla
     return [*map(problem.plan, choices), *map(problem.evaluate, simple)], bounds
 
 
-def lower_bounds(problem: Problem, progress: Progress) -> Bounds:
+def lower_bounds(problem: Problem) -> Bounds:
     """Return only the bounds of :func:`solve_exact`."""
     network = Network(problem)
     bounds = Bounds(network)
-    _relaxed(network, bounds, progress)
+    _relaxed(network, bounds, progress=lambda what, done: None)
     return bounds
 
 

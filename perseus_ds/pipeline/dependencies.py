@@ -40,7 +40,7 @@ def check_dependencies(schedule: Schedule) -> None:
     finished_with: dict[_StagePass, tuple[int, int]] = {}
     counts = [0] * len(schedule.ranks)
     # By node and rank: the number of nodes that have finished on the rank before the node finishes.
-    finished = np.zeros((len(dag.nodes), len(schedule.ranks)), np.int64)
+    finished = np.zeros((len(dag.nodes), len(schedule.ranks)), np.int32)
     for index, node in enumerate(dag.nodes):
         if len(node.ranks) > 1:  # a transfer
             continue

@@ -108,6 +108,7 @@ class Block:
         self._default = default
         self._least_s = _REFRESHES * counter_period_s
         self._settles_for_s = counter_settle_s
+        self._given_up_after_s = counter_settle_s + _TIMES_AS_LONG * self._least_s
         self._seen, self._seen_s = 0, 0.0
 
     def pass_over(self, time_s: float, *, is_at_its_clocks: bool = False) -> None:
@@ -156,7 +157,7 @@ class Block:
     @property
     def is_given_up(self) -> bool:
         """True if it is still not complete after many iterations."""
-        return self._seen >= _GIVEN_UP_AFTER and self._seen_s >= _TIMES_AS_LONG * self._least_s
+        return self._seen >= _GIVEN_UP_AFTER and self._seen_s >= self._given_up_after_s
 
     @property
     def level(self) -> Level:

@@ -87,7 +87,7 @@ def fixed_durations(ranks: Sequence[Iterations]) -> FixedDurations:
 def pass_variation(ranks: Sequence[Iterations]) -> float | None:
     """Return the relative standard deviation of the times of equal passes in an iteration, as a median over all.
 
-    What lengthens all passes of an iteration alike has no influence. None if no pass is repeated in an iteration.
+    What lengthens all passes of an iteration alike has no influence. None if iterations have no three equal passes.
     """
     found = []
     for rank in ranks:

@@ -27,6 +27,8 @@ from perseus_ds.server.state import MOST_ROBUST
 
 # Each time that plans are computed again because they were late, clocks are held longer by this factor.
 _HELD_LONGER = 4
+# If passes vary by less than this fraction, a reserve for it changes nothing.
+_LEAST_RESERVE = 0.001
 _FILES = ("profile.json", "profile.csv", "frontier.csv", "frontier.json")
 
 
@@ -244,7 +246,7 @@ class Planner:
             profiled = StageProfile.load(self._context.orders.first.job.profile_path).info
         except ProfileError:
             return False
-        return bool(profiled.least_dwell_s or profiled.pass_variation)
+        return bool(profiled.least_dwell_s) or (profiled.pass_variation or 0.0) >= _LEAST_RESERVE
 
     def replan(self) -> None:
         """Plan all orders again with the same profile."""
@@ -303,7 +305,8 @@ class Planner:
         if robustness:
             profiled = StageProfile.load(first.job.profile_path).info
             dwell_s = {clock: _HELD_LONGER**robustness * least_s for clock, least_s in profiled.least_dwell_s.items()}
-            reserve = min(1.0, robustness * (profiled.pass_variation or 0.0))
+            variation = profiled.pass_variation or 0.0
+            reserve = min(1.0, robustness * variation) if variation >= _LEAST_RESERVE else 0.0
             settings = PlanningSettings(least_dwell_s=dwell_s, reserve=reserve)
         request = OptimizeRequest(
             profile=job.profile_path, out=job.output_dir, schedule=job.schedule, settings=settings

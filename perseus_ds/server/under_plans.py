@@ -158,7 +158,8 @@ class PlanRunner:
             self._state.default,
             is_planned=is_planned,
             counter_period_s=self._job.counter_period_s(),
-            # The first iteration after a change is left out in any case.
+            # The first iteration after a change is left out in any case. Blocks under plans that follow each other are
+            # all treated like the first of them.
             counter_settle_s=self._job.counter_settle_s(unknown_s=0.0),
         )
         while not block.is_complete:

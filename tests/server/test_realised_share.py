@@ -21,6 +21,7 @@ BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
         ("restart every 250", 500, 0.86, 0.018),
         ("many lengths", 500, 0.74, 0.025),
         pytest.param("server killed every 150", 400, 0.80, 0.021, marks=pytest.mark.extended),
+        pytest.param("noise 3 %, four stages", 1000, 0.72, 0.012, marks=pytest.mark.extended),
         pytest.param("flat tail", 400, 0.82, 0.023, marks=pytest.mark.extended),
     ],
 )

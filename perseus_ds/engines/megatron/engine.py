@@ -28,6 +28,7 @@ from perseus_ds.engines.engine import (
     ranks_of,
     reported_once,
     require,
+    whole_number,
 )
 from perseus_ds.engines.hooks import Call, Hooks, Method
 from perseus_ds.engines.layers import parts_of_gpt, unwrapped
@@ -137,7 +138,7 @@ class MegatronEngine(Engine):
             pipeline=ranks_of(self._pp_group),
             copies=self._copies(),
             fingerprint=fingerprint(self._model, self._inputs),
-            micro_batch_size=self._micro_batch_size,
+            micro_batch_size=whole_number(self._micro_batch_size),
             steps=self._steps,
             engine="megatron",
             parts=encode_parts(parts),
