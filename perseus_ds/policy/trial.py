@@ -319,6 +319,10 @@ class Trial(FileModel):
         costs = pair.energy is not None and len(energies) > 1 and pair.energy > _SPREADS * statistics.stdev(energies)
         return is_late or costs
 
+    def compare_soon(self) -> None:
+        """End the blocks under plans with the present one, because the job has changed."""
+        self.left = min(self.left, 1)
+
     def restart(self) -> None:
         """Forget the evidence, because other plans run from now on."""
         self.pairs, self.blocks, self.left = [], 1, 1

@@ -220,7 +220,7 @@ class PlanRunner:
         return seen
 
     def _note_drift(self, seen: Seen) -> None:
-        """Note that instructions deviate from the profile, and print it once.
+        """Note that instructions deviate from the profile, and print it once. Plans are then compared soon.
 
         If plans cannot be compared with default clocks, because these would exceed a power cap, another profile is
         measured immediately. Otherwise plans that still save energy and are in time are kept.
@@ -228,7 +228,10 @@ class PlanRunner:
         if seen.drift is None:
             return
         self._drifts.append(seen.drift.typical)
+        was_refuted = self.selector.is_refuted
         self.selector.is_refuted = abs(statistics.fmean(self._drifts)) > self._job.config.max_drift
+        if self.selector.is_refuted and not was_refuted:
+            self._state.trial.compare_soon()
         if not self.selector.is_refuted or len(self._drifts) < _FEWEST_DRIFTS:
             return
         if self.selector.is_capped and self._may_profile():

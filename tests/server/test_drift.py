@@ -50,6 +50,13 @@ def test_instructions_that_change_in_proportion_are_drift(planned):
     assert drifted.drift > 0.05
 
 
+def test_a_plan_that_is_rarely_compared_is_compared_soon_after_instructions_change(planned):
+    planned.train(200)
+    lengthen(planned, (1.0, 1.6, 1.0))
+    planned.train(30)
+    assert "default" in [phase for phase, _, _ in planned.taken[-30:]]
+
+
 def test_a_plan_that_still_saves_energy_stays_when_all_instructions_take_longer(planned):
     lengthen(planned, (1.5, 1.5, 1.0))
     planned.train(200)
