@@ -230,7 +230,8 @@ class PlanRunner:
         self._drifts.append(seen.drift.typical)
         was_refuted = self.selector.is_refuted
         self.selector.is_refuted = abs(statistics.fmean(self._drifts)) > self._job.config.max_drift
-        if self.selector.is_refuted and not was_refuted:
+        has_begun = self.selector.is_refuted and not was_refuted
+        if has_begun and not seen.ranks.limits:  # under limits that come and go, plans would be compared all the time
             self._state.trial.compare_soon()
         if not self.selector.is_refuted or len(self._drifts) < _FEWEST_DRIFTS:
             return
