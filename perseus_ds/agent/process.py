@@ -47,6 +47,8 @@ from perseus_ds.timebase import REAL_TIME, Timebase
 _FIRST_RANK_TIMEOUT_S = 10.0
 _MOST_FILES = 4
 """A rank's memory, its signals, and the two logs of a simulated GPU."""
+_FD_SETSIZE = 1024
+"""``select`` takes smaller file numbers only."""
 _POLL_S = 0.1
 _ENDING_POLL_S = 0.005
 """Polling interval of the lock of a rank with a closed socket. The kernel closes files one after the other."""
@@ -127,9 +129,13 @@ class Agent:
     def step(self) -> None:
         """Wait for at most 0.1 s, and do what is due."""
         try:
+            left_s, may_be_ready = max(0.0, self._next_s - self._time.now_s()), True
             # Waiting in epoll itself would round the time up to milliseconds, which would delay clocks.
-            if select.select([self._selector], (), (), max(0.0, self._next_s - self._time.now_s()))[0]:
-                for key, _ in self._selector.select(0):
+            if self._selector.fileno() < _FD_SETSIZE:
+                may_be_ready = bool(select.select([self._selector], (), (), left_s)[0])
+                left_s = 0.0
+            if may_be_ready:
+                for key, _ in self._selector.select(left_s):
                     key.data()
             now_s = self._time.now_s()
             if self._exchange_at_s <= now_s:

@@ -71,3 +71,9 @@ def test_an_agent_refuses_what_is_no_address_or_no_message(agent):
     request = messages.encode(messages.RequestLease("../../etc/passwd"))
     assert "is not the address of a GPU" in answer(agent, request, SharedMemory(layout.LENGTH).file).error
     assert "cannot decode a message" in answer(agent, b"\x81" * 500).error
+
+
+def test_an_agent_receives_messages_whatever_the_number_of_open_files(agent, monkeypatch):
+    monkeypatch.setattr("perseus_ds.agent.process._FD_SETSIZE", 0)  # as if its files had large numbers
+    request = messages.encode(messages.RequestLease("../../etc/passwd"))
+    assert "is not the address of a GPU" in answer(agent, request, SharedMemory(layout.LENGTH).file).error
